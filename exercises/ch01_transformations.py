@@ -137,3 +137,20 @@ def logsumexp_backward(residuals, g):
 
 
 frugal_logsumexp.defvjp(logsumexp_forward, logsumexp_backward)
+
+
+# EXERCISE 01.reverse
+def gradient(closed_jaxpr, args):
+    """The gradient of a jaxpr's function, in reverse mode.
+
+    Args:
+      closed_jaxpr: the result of `jax.make_jaxpr` for a function of float32
+        scalars whose result is one float32 scalar. Its primitives are add,
+        sub, mul, neg, sin, cos, exp and jit.
+      args: sequence of float32 scalars, perhaps traced.
+
+    Returns:
+      A tuple of float32 scalars, the derivative by each argument.
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("01.reverse")

@@ -94,3 +94,25 @@ def predict_cost(cfg, new, cached):
     """
     # YOUR CODE HERE
     raise NotImplementedError("04.count")
+
+
+# EXERCISE 04.window
+def attend_window(q_BTNH, k_BTKH, v_BTKH, cache, window):
+    """Attention of new tokens to the last `window` tokens, with a cache.
+
+    Args:
+      q_BTNH: [B, T, N, H] queries of T new tokens, float32 or bfloat16.
+      k_BTKH: [B, T, K, H] their keys, rotated already; query head n uses key
+        and value head n // (N // K).
+      v_BTKH: [B, T, K, H] their values.
+      cache: None at the beginning of a text, then what the call before
+        returned.
+      window: how many tokens a token sees, itself included: an int, 1 or more,
+        the same in all calls for a text.
+
+    Returns:
+      (out, cache): [B, T, N, H] in the queries' dtype; and a pytree of arrays,
+      of the same shapes and dtypes whatever has been read.
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("04.window")

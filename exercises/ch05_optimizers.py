@@ -91,3 +91,23 @@ def newton_schulz(x, rounds=5, a=3.4445, b=-4.7750, c=2.0315):
     """
     # YOUR CODE HERE
     raise NotImplementedError("05.orthogonalize")
+
+
+# EXERCISE 05.skip
+def skip_spikes(inner, window, factor, patience):
+    """An optimizer that skips steps whose gradient is far out of the ordinary.
+
+    Args:
+      inner: optax.GradientTransformation.
+      window: how many accepted norms are remembered, an odd int.
+      factor: a norm above this times their median is a spike, a float.
+      patience: after so many skipped steps in a row no norm counts as a spike,
+        an int of 1 or more.
+
+    Returns:
+      (init, update), two functions as in an optax.GradientTransformation:
+      init(params) returns a state, a pytree of arrays, and
+      update(grads, state, params) returns (updates, state).
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("05.skip")

@@ -79,3 +79,24 @@ def spec_of(names, table, sizes, drop=()):
     """
     # YOUR CODE HERE
     raise NotImplementedError("09.rules")
+
+
+# EXERCISE 09.route
+def cheapest_route(shape, itemsize, mesh, source, target, room):
+    """The moves that bring an array from one layout to another in fewest bytes.
+
+    Args:
+      shape: tuple of ints, the whole array's shape.
+      itemsize: bytes of a number.
+      mesh: dict from an axis to its size, 2 or more.
+      source: tuple with a tuple of axes for each dimension, major axis first;
+        no axis occurs twice.
+      target: the layout wanted, likewise.
+      room: the largest number of bytes a device can hold of the array.
+
+    Returns:
+      (received, layouts): the bytes that a device receives in all, and a list
+      of the layouts after each move; None if there is no way.
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("09.route")

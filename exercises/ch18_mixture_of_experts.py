@@ -76,3 +76,21 @@ def through_experts(slots_ECD, compute, axis):
     """
     # YOUR CODE HERE
     raise NotImplementedError("18.all_to_all")
+
+
+# EXERCISE 18.copies
+def spread_experts(loads, devices, slots):
+    """Copy experts to devices until every device gets equally many tokens.
+
+    Args:
+      loads: list of E Python ints, the tokens of each expert. Their sum is a
+        multiple of `devices`.
+      devices: number of devices, an int of 1 or more.
+      slots: how many experts a device has room for, an int with
+        devices * (slots - 1) >= E - 1.
+
+    Returns:
+      A list with a dict for each device: {expert: tokens}, Python ints.
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("18.copies")

@@ -284,84 +284,6 @@ def takes_any_length(score, max_length):
     return scorer
 
 
-@retracing.mutant("Your mask is the wrong way round: 1 on the padding, 0 on the line.")
-def mask_upside_down(score, max_length):
-    jitted = jax.jit(score)
-
-    def scorer(line):
-        check_length(line, max_length)
-        tokens_T, mask_T = pad_and_mask(line, next_power(len(line)))
-        return jitted(tokens_T, 1 - mask_T)
-
-    return scorer
-
-
-@retracing.mutant(
-    "You refuse a line of exactly max_length tokens. That is the longest line the scorer accepts."
-)
-def refuses_the_longest(score, max_length):
-    jitted = jax.jit(score)
-
-    def scorer(line):
-        check_length(line, max_length - 1)
-        return jitted(*pad_and_mask(line, next_power(len(line))))
-
-    return scorer
-
-
-@retracing.mutant(
-    "You pad to a multiple of some number, so there are as many traces as multiples. Powers of two are "
-    "few: pad to the smallest that holds the line."
-)
-def multiple_of_eight(score, max_length):
-    jitted = jax.jit(score)
-
-    def scorer(line):
-        check_length(line, max_length)
-        return jitted(*pad_and_mask(line, -(-len(line) // 8) * 8))
-
-    return scorer
-
-
-@retracing.mutant("You never pad: each new length of a line is a new shape, and a new trace.")
-def never_pads(score, max_length):
-    jitted = jax.jit(score)
-
-    def scorer(line):
-        check_length(line, max_length)
-        return jitted(*pad_and_mask(line, len(line)))
-
-    return scorer
-
-
-@retracing.mutant(
-    "You pad to at least some length, such as 8. A line of one token is padded to 1, the smallest "
-    "power of two."
-)
-def at_least_eight(score, max_length):
-    jitted = jax.jit(score)
-
-    def scorer(line):
-        check_length(line, max_length)
-        return jitted(*pad_and_mask(line, max(next_power(len(line)), 8)))
-
-    return scorer
-
-
-@retracing.mutant(
-    "An empty line is scored. It has no tokens to average over: raise a ValueError for it too."
-)
-def takes_empty_lines(score, max_length):
-    jitted = jax.jit(score)
-
-    def scorer(line):
-        if len(line) > max_length:
-            raise ValueError(f"{len(line)} tokens")
-        return jitted(*pad_and_mask(line, next_power(max(len(line), 1))))
-
-    return scorer
-
-
 # ------------------------------------------------------------------------------------- pytree
 
 pytree = Exercise(
@@ -632,63 +554,6 @@ def unflatten_runs_init():
     )
 
 
-@pytree.mutant("Your children come in another order: the parameters first, then the count.")
-def count_first():
-    return average_class(
-        lambda a: ((a.count, a.params), a.decay),
-        lambda cls, decay, children: bare(cls, children[1], decay, children[0]),
-    )
-
-
-@pytree.mutant(
-    "Your flatten returns the auxiliary data first. It returns the children, then the auxiliary data."
-)
-def auxiliary_data_first():
-    return average_class(
-        lambda a: (a.decay, (a.params, a.count)),
-        lambda cls, aux, children: bare(cls, aux[0], children, aux[1]),
-    )
-
-
-@pytree.mutant(
-    "Your unflatten takes its arguments the other way round: JAX calls it with the auxiliary data "
-    "first, then the children."
-)
-def unflatten_turned_round():
-    return average_class(
-        lambda a: ((a.params, a.count), a.decay),
-        lambda cls, children, decay: bare(cls, children[0], decay, children[1]),
-    )
-
-
-@pytree.mutant("The class is never registered, so JAX takes an average for one leaf.")
-def never_registered():
-    plain = average_class(lambda a: ((a.params, a.count), a.decay), bare)
-    return type("Average", (plain,), {})
-
-
-@pytree.mutant(
-    "Your unflatten returns the parts. It returns an `Average` again, with all three attributes set."
-)
-def returns_the_parts():
-    return average_class(
-        lambda a: ((a.params, a.count), a.decay),
-        lambda cls, decay, children: (*children, decay),
-    )
-
-
-@pytree.mutant(
-    "Your unflatten leaves out an attribute: an average has `params`, `count` and `decay`."
-)
-def attribute_left_out():
-    def unflatten(cls, decay, children):
-        average = bare(cls, children[0], decay, children[1])
-        del average.decay
-        return average
-
-    return average_class(lambda a: ((a.params, a.count), a.decay), unflatten)
-
-
 # ---------------------------------------------------------------------------------------- hvp
 
 hvp = Exercise(
@@ -852,44 +717,6 @@ def whole_hessian(f, params, vector):
     flat, unravel = ravel_pytree(params)
     hessian = jax.hessian(lambda x: f(unravel(x)))(flat)
     return unravel(hessian @ ravel_pytree(vector)[0])
-
-
-@hvp.mutant(
-    "You differentiate f along the vector. That is a number, the gradient times the vector; it is the "
-    "*gradient* that must be differentiated."
-)
-def slope_along_the_vector(f, params, vector):
-    return jax.jvp(f, (params,), (vector,))[1]
-
-
-@hvp.mutant(
-    "You take the Hessian at the vector and multiply it by the parameters. The point is `params`; the "
-    "tangent is `vector`."
-)
-def turned_round(f, params, vector):
-    return jax.jvp(jax.grad(f), (vector,), (params,))[1]
-
-
-@hvp.mutant(
-    "You return v' H v, a number: the product is multiplied by the vector once more. H v alone is asked "
-    "for."
-)
-def twice_the_vector(f, params, vector):
-    return jax.jvp(lambda p: jax.jvp(f, (p,), (vector,))[1], (params,), (vector,))[1]
-
-
-@hvp.mutant("You return both results of jvp. The product is the second alone.")
-def both_results(f, params, vector):
-    return jax.jvp(jax.grad(f), (params,), (vector,))
-
-
-@hvp.mutant(
-    "You use the diagonal of the Hessian alone. Each entry of H v is a sum over all entries of v."
-)
-def diagonal_alone(f, params, vector):
-    flat, unravel = ravel_pytree(params)
-    hessian = jax.hessian(lambda x: f(unravel(x)))(flat)
-    return unravel(jnp.diag(hessian) * ravel_pytree(vector)[0])
 
 
 # -------------------------------------------------------------------------------- per_example
@@ -1170,72 +997,6 @@ def loops_in_python(loss, params, batch, max_norm):
     return scaled_mean(grads, safe_scale(norms, max_norm), params), norms
 
 
-@per_example.mutant("Your norms are sums of squares. Take the root.")
-def squared_norms(loss, params, batch, max_norm):
-    grads = example_grads(loss, params, batch)
-    norms = global_norms(grads) ** 2
-    return scaled_mean(grads, safe_scale(norms, max_norm), params), norms
-
-
-@per_example.mutant("You return the norms after clipping. They are asked for as they were before.")
-def norms_afterwards(loss, params, batch, max_norm):
-    grads = example_grads(loss, params, batch)
-    norms = global_norms(grads)
-    return scaled_mean(grads, safe_scale(norms, max_norm), params), jnp.minimum(norms, max_norm)
-
-
-@per_example.mutant(
-    "You cut entries one by one to max_norm. It is the length of the whole gradient that is bounded."
-)
-def cuts_entries(loss, params, batch, max_norm):
-    grads = example_grads(loss, params, batch)
-    cut = jax.tree.map(lambda g: jnp.clip(g, -max_norm, max_norm), grads)
-    return scaled_mean(cut, jnp.ones_like(global_norms(grads)), params), global_norms(grads)
-
-
-@per_example.mutant("You never clip: the mean is that of the whole gradients.")
-def never_clips(loss, params, batch, max_norm):
-    grads = example_grads(loss, params, batch)
-    norms = global_norms(grads)
-    return scaled_mean(grads, jnp.ones_like(norms), params), norms
-
-
-@per_example.mutant(
-    "You take one norm for the whole batch. Each example has its own: keep axis 0 when you add up "
-    "squares."
-)
-def one_norm_for_the_batch(loss, params, batch, max_norm):
-    grads = example_grads(loss, params, batch)
-    norms = jnp.full_like(global_norms(grads), jnp.sqrt(jnp.sum(global_norms(grads) ** 2)))
-    return scaled_mean(grads, safe_scale(norms, max_norm), params), norms
-
-
-@per_example.mutant(
-    "You return the gradients of all examples. They are averaged over the batch, axis 0."
-)
-def never_averages(loss, params, batch, max_norm):
-    grads = example_grads(loss, params, batch)
-    norms = global_norms(grads)
-    return scaled_mean(grads, safe_scale(norms, max_norm), params, lambda g, axis: g), norms
-
-
-@per_example.mutant("You return the norms first. The gradient comes first, then the norms.")
-def norms_first(loss, params, batch, max_norm):
-    grads = example_grads(loss, params, batch)
-    norms = global_norms(grads)
-    return norms, scaled_mean(grads, safe_scale(norms, max_norm), params)
-
-
-@per_example.mutant(
-    "Your mean is float32 for bfloat16 parameters. Each array of it has the dtype of its parameter."
-)
-def mean_in_float32(loss, params, batch, max_norm):
-    grads = example_grads(loss, params, batch)
-    norms = global_norms(grads)
-    mean = scaled_mean(grads, safe_scale(norms, max_norm), params)
-    return jax.tree.map(lambda g: g.astype(jnp.float32), mean), norms
-
-
 # ---------------------------------------------------------------------------------- logsumexp
 
 logsumexp = Exercise(
@@ -1503,110 +1264,452 @@ def plain_formula(logits):
     return good_forward(logits)[0]
 
 
-def top_not_added_forward(logits):
-    x = logits.astype(jnp.float32)
-    value = good_forward(logits)[0]
-    return value - top_of(x)[..., 0], (logits, value)
+# ------------------------------------------------------------------------------------- reverse
+
+reverse = Exercise(
+    "01.reverse",
+    title="Reverse mode",
+    function="gradient",
+    minutes=40,
+    points=20,
+    forbid=(
+        "jax.grad", "jax.value_and_grad", "jax.vjp", "jax.jvp", "jax.linearize", "jax.linear_transpose", "jax.jacrev",
+        "jax.jacfwd", "jax.hessian", "jax.interpreters",
+    ),
+    statement="""
+`jax.grad` reads a jaxpr and builds a backward pass from the rule of each primitive. Write that transformation yourself,
+for functions of scalars.
+
+`gradient(closed_jaxpr, args)` returns the derivatives of the function's only result with respect to each argument, at
+`args`, as a tuple of float32 scalars.
+
+- All values are float32 scalars. The primitives are `add`, `sub`, `mul`, `neg`, `sin`, `cos`, `exp`, and `jit`, which
+  calls a function with a jaxpr of its own: `eqn.params["jaxpr"]`. That function may have any number of results, some
+  of them unused, and may contain further calls.
+- An operand is a variable or a literal; a literal has its number in `.val`, and variables have no such attribute. A
+  jaxpr has constants too: `closed_jaxpr.consts` are the values of `closed_jaxpr.jaxpr.constvars`. An argument may be
+  unused. The result may be an argument or a literal, and other equations may follow the one that computes it.
+- `eqn.primitive.bind(*inputs, **eqn.params)` runs a primitive.
+- It works on traced arguments, so that it can be compiled and differentiated. The program it makes is a few times as
+  long as the function, however often the function uses a value, and however many arguments it has.
+- You may not use JAX's own derivatives.
+""",
+    hints=(
+        "Draw the graph of `y = x * sin(x) + x`. Along how many ways does x reach y? What does each one contribute "
+        "to the derivative, and when do you know that you've seen them all?",
+        "Go through the equations twice. First in order, with a dict from variables to values. Then in reverse, with "
+        "a dict from variables to cotangents: an equation takes its results' cotangents, and *adds* to those of its "
+        "inputs. A `jit` equation does the same with a jaxpr and dicts of its own.",
+        "Write `run(closed, args)`, which returns the results and a function `backward(cotangents)` that gives those "
+        "of the arguments. For a `jit` equation, `run(eqn.params['jaxpr'], inputs)` already returns both. For "
+        "others, `backward` is the primitive's rule with its inputs. Keep each equation's `backward` in a "
+        "list, and call them in reverse.",
+    ),
+)  # fmt: skip
 
 
-wrong_logsumexp(
-    "top_not_added_again",
-    "You subtract the largest logit before exp and don't add it again after log.",
-    forward=top_not_added_forward,
+def has_gradient(t, fn, f, *args, rtol=1e-4, why=""):
+    args = [jnp.float32(x) for x in args]
+    got = fn(jax.make_jaxpr(f)(*args), args)
+    t.true(isinstance(got, tuple | list), f"{why}: got {type(got).__name__}, want a tuple")
+    t.equal(len(got), len(args), why=f"{why}: derivatives in the tuple")
+    want = jax.grad(f, argnums=tuple(range(len(args))))(*args)
+    got = [np.asarray(x) for x in got]
+    t.close(got, [np.asarray(x) for x in want], rtol=rtol, atol=1e-5, why=why)
+    t.equal([str(x.dtype) for x in got], ["float32"] * len(args), why=f"{why}: dtypes")
+
+
+def draw(t, count):
+    return [float(x) for x in t.rng.uniform(0.5, 2.0, count) * t.rng.choice([-1, 1], count)]
+
+
+def draw_program(t, length, arguments):
+    """A function of many equations whose values are used in any order and any number of times."""
+    two = {"add": jax.lax.add, "sub": jax.lax.sub, "mul": jax.lax.mul}
+    one = {"sin": jax.lax.sin, "cos": jax.lax.cos, "neg": jax.lax.neg}
+    plan = []
+    for i in range(length):
+        known = arguments + i
+        pair = [int(x) for x in t.rng.integers(max(0, known - 6), known, size=2)]
+        plan.append((str(t.rng.choice([*two, *one])), pair))
+
+    def f(*args):
+        values = list(args)
+        for name, (i, j) in plan:
+            if name in two:
+                values.append(two[name](jax.lax.sin(values[i]), values[j]))
+            else:
+                values.append(one[name](values[i]))
+        return values[-1] * values[-3]
+
+    return f
+
+
+@reverse.check("the rule of each primitive")
+def _(fn, t):
+    x, y = draw(t, 2)
+    pairs = {"add": jax.lax.add, "sub": jax.lax.sub, "mul": jax.lax.mul}
+    for name, primitive in pairs.items():
+        has_gradient(t, fn, lambda x, y, p=primitive: p(x, y), x, y, why=name)
+    for primitive in (jax.lax.neg, jax.lax.sin, jax.lax.cos, jax.lax.exp):
+        has_gradient(t, fn, lambda x, p=primitive: p(x), x, why=primitive.__name__)
+
+
+@reverse.check("equations one after another")
+def _(fn, t):
+    has_gradient(
+        t, fn, lambda x: jnp.exp(-jnp.sin(jnp.cos(x))), *draw(t, 1), why="exp(-sin(cos(x)))"
+    )
+    has_gradient(
+        t, fn, lambda x, y: jnp.sin(jnp.cos(x) * y) - y, *draw(t, 2), why="sin(cos(x) * y) - y"
+    )
+
+
+@reverse.check("a value that is used more than once")
+def _(fn, t):
+    has_gradient(t, fn, lambda x: x * x, *draw(t, 1), why="x * x")
+    has_gradient(t, fn, lambda x: x * jnp.sin(x) + x, *draw(t, 1), why="x * sin(x) + x")
+
+
+@reverse.check("literals and constants")
+def _(fn, t):
+    a, b, x = draw(t, 3)
+    constant = jnp.float32(b)
+    has_gradient(t, fn, lambda x: np.float32(a) * x - jnp.cos(x), x, why="a literal")
+    has_gradient(t, fn, lambda x: jnp.sin(x * constant) + constant, x, why="a constant")
+
+
+@reverse.check("unused arguments, and results that no equation computes last")
+def _(fn, t):
+    x, y, z = draw(t, 3)
+    has_gradient(t, fn, lambda x, y, z: jnp.sin(x) * z, x, y, z, why="the second is not used")
+    has_gradient(t, fn, lambda x, y: y, x, y, why="the result is an argument")
+    has_gradient(t, fn, lambda x: jnp.float32(2.0), x, why="the result is a literal")
+
+    def dead(x, y):
+        result = jnp.sin(x) * y
+        jnp.cos(result) * x
+        return result
+
+    has_gradient(t, fn, dead, x, y, why="the result isn't the last equation's")
+
+
+@reverse.check("a jitted function")
+def _(fn, t):
+    inner = jax.jit(lambda x, y: jnp.sin(x * y) - y)
+    x, y = draw(t, 2)
+    has_gradient(t, fn, lambda x, y: inner(y, x) * x, x, y, why="one call")
+    nested = jax.jit(lambda x, y: jnp.cos(inner(x, x * y)) * x)
+    has_gradient(t, fn, lambda x, y: nested(x, y) - inner(y, y), x, y, why="a call in a call")
+
+
+@reverse.check("several results of a jitted function")
+def _(fn, t):
+    inner = jax.jit(lambda x, y: (x * y, y, jnp.sin(x), jnp.float32(3.0), jnp.cos(y)))
+
+    def f(x, y):
+        product, same, sine, three, _ = inner(x, y)
+        return product * sine - same * three
+
+    has_gradient(t, fn, f, *draw(t, 2), why="five results, one of them unused")
+
+
+@reverse.check("a jitted function that is called twice")
+def _(fn, t):
+    inner = jax.jit(lambda x, y: jnp.sin(x) * y)
+    has_gradient(t, fn, lambda x, y: inner(inner(x, y), x), *draw(t, 2), why="f(f(x, y), x)")
+
+
+@reverse.check("long programs")
+def _(fn, t):
+    for arguments in (1, 4):
+        f = draw_program(t, 25, arguments)
+        has_gradient(t, fn, f, *draw(t, arguments), rtol=1e-3, why=f"{arguments} arguments")
+
+
+def equations_in(jaxpr):
+    """How many equations a jaxpr has, with those of the functions that it calls."""
+    inner = [eqn.params["jaxpr"].jaxpr for eqn in jaxpr.eqns if eqn.primitive.name == "jit"]
+    return len(jaxpr.eqns) + sum(equations_in(called) for called in inner)
+
+
+def is_short(t, fn, f, count, why):
+    args = [jnp.float32(0.5 + 0.1 * i) for i in range(count)]
+    closed = jax.make_jaxpr(f)(*args)
+    made = jax.make_jaxpr(lambda *args: fn(closed, args))(*args)
+    before, after = equations_in(closed.jaxpr), equations_in(made.jaxpr)
+    t.true(after <= 8 * before + 20, f"{why}: {before} equations became {after}", observed="long")
+
+
+@reverse.check("a value that is used twice, ten times in a row")
+def _(fn, t):
+    def f(x):
+        for _ in range(10):
+            x = jnp.sin(x) * x
+        return x
+
+    is_short(t, fn, f, 1, "x = sin(x) * x, ten times")
+
+
+@reverse.check("many arguments")
+def _(fn, t):
+    def f(*args):
+        total = args[0]
+        for x in args[1:]:
+            total = jnp.sin(total) * x
+        return total
+
+    is_short(t, fn, f, 30, "30 arguments")
+
+
+@reverse.check("the gradient's own derivative, compiled")
+def _(fn, t):
+    def f(x):
+        return jnp.exp(jnp.sin(x)) * x
+
+    x = jnp.float32(draw(t, 1)[0])
+    closed = jax.make_jaxpr(f)(x)
+    got = jax.jit(jax.grad(lambda x: fn(closed, (x,))[0]))(x)
+    t.close(got, jax.grad(jax.grad(f))(x), rtol=1e-4, atol=1e-5, why="the second derivative")
+
+
+RULES = {
+    "add": lambda ct, x, y: (ct, ct),
+    "sub": lambda ct, x, y: (ct, -ct),
+    "mul": lambda ct, x, y: (ct * y, ct * x),
+    "neg": lambda ct, x: (-ct,),
+    "sin": lambda ct, x: (ct * jnp.cos(x),),
+    "cos": lambda ct, x: (-ct * jnp.sin(x),),
+    "exp": lambda ct, x: (ct * jnp.exp(x),),
+}
+
+
+def reversed_(
+    closed_jaxpr, args, *, rules=RULES, start=lambda out: 1.0, add=lambda a, b: a + b, order=reversed,
+    literal=lambda x: x.val, consts=True, missing=lambda: 0.0, result=lambda jaxpr: jaxpr.outvars, calls=True,
+    shared=False, passed=lambda cts: cts,
+):  # fmt: skip
+    """The right answer, with what one gets wrong as arguments."""
+    everywhere = {}, {}
+
+    def is_literal(x):
+        return hasattr(x, "val")
+
+    def run(closed, args):
+        jaxpr, pulls = closed.jaxpr, []
+        values, total = everywhere if shared else ({}, {})
+        if consts:
+            values |= dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        values |= dict(zip(jaxpr.invars, args, strict=True))
+
+        def read(x):
+            return literal(x) if is_literal(x) else values[x]
+
+        for eqn in jaxpr.eqns:
+            inputs = [read(x) for x in eqn.invars]
+            if eqn.primitive.name == "jit" and calls:
+                outs, inner = run(eqn.params["jaxpr"], inputs)
+                pull = lambda cts, inner=inner: inner(passed(cts))  # noqa: E731
+            else:
+                rule = rules[eqn.primitive.name]
+                outs = [eqn.primitive.bind(*inputs, **eqn.params)]
+                pull = lambda cts, i=inputs, r=rule: r(*cts, *i)  # noqa: E731
+            values |= dict(zip(eqn.outvars, outs, strict=True))
+            pulls.append((eqn, pull))
+
+        def backward(cts):
+            def give(variables, cts):
+                for x, ct in zip(variables, cts, strict=True):
+                    if not is_literal(x):
+                        total[x] = add(total[x], ct) if x in total else ct
+
+            give(result(jaxpr), cts)
+            for eqn, pull in order(pulls):
+                give(eqn.invars, pull([total.get(x, 0.0) for x in eqn.outvars]))
+            return [total[x] if x in total else missing() for x in jaxpr.invars]
+
+        return [read(x) for x in jaxpr.outvars], backward
+
+    (out,), backward = run(closed_jaxpr, args)
+    return tuple(jnp.float32(ct) for ct in backward([start(out)]))
+
+
+@reverse.mutant(
+    "You replace a variable's cotangent by the last one that comes in. Each equation that uses the variable "
+    "contributes: add them."
 )
+def replaces(closed, args):
+    return reversed_(closed, args, add=lambda a, b: b)
 
 
-def column_forward(logits):
-    value, kept = good_forward(logits)
-    return value[..., None], kept
-
-
-wrong_logsumexp(
-    "axis_of_length_one",
-    "Your value keeps an axis of length 1. keepdims=True is for the subtraction; the value has one "
-    "number for each row.",
-    forward=column_forward,
-    backward=lambda residuals, g: good_backward(residuals, g[..., 0]),
+@reverse.mutant(
+    "Your backward pass goes through the equations from first to last. An equation's cotangent is complete only when "
+    "all later equations have been handled."
 )
+def from_first_to_last(closed, args):
+    return reversed_(closed, args, order=list)
 
 
-def other_axis_forward(logits):
-    x = jnp.moveaxis(logits.astype(jnp.float32), 0, -1)
-    return good_forward(x)
-
-
-wrong_logsumexp(
-    "over_the_first_axis",
-    "You sum over another axis than the last.",
-    forward=other_axis_forward,
-    backward=lambda residuals, g: (jnp.moveaxis(good_backward(residuals, g)[0], -1, 0),),
+@reverse.mutant(
+    "The two cotangents of your product are swapped: x gets y's factor, and y gets x's."
 )
+def product_swapped(closed, args):
+    return reversed_(closed, args, rules=RULES | {"mul": lambda ct, x, y: (ct * x, ct * y)})
 
 
-def no_logarithm_forward(logits):
-    value, kept = good_forward(logits)
-    return jnp.exp(value), kept
+@reverse.mutant("The second operand of a difference gets the cotangent with a minus sign.")
+def sub_without_sign(closed, args):
+    return reversed_(closed, args, rules=RULES | {"sub": lambda ct, x, y: (ct, ct)})
 
 
-wrong_logsumexp(
-    "no_logarithm",
-    "You return the sum of the exponentials. Its logarithm is asked for.",
-    forward=no_logarithm_forward,
+@reverse.mutant("The derivative of the cosine is minus the sine.")
+def cos_without_sign(closed, args):
+    return reversed_(closed, args, rules=RULES | {"cos": lambda ct, x: (ct * jnp.sin(x),)})
+
+
+@reverse.mutant(
+    "The derivative of exp is exp of the input. You multiply by the input, or leave the factor out."
 )
+def exp_of_input(closed, args):
+    return reversed_(closed, args, rules=RULES | {"exp": lambda ct, x: (ct * x,)})
 
 
-def unnormalised_backward(residuals, g):
-    logits, _ = residuals
-    x = logits.astype(jnp.float32)
-    return ((g[..., None] * jnp.exp(x - top_of(x))).astype(logits.dtype),)
-
-
-wrong_logsumexp(
-    "gradient_not_normalised",
-    "Your gradient is exp(x - top) times g. It isn't divided by the row's sum: softmax is exp(x - "
-    "value).",
-    backward=unnormalised_backward,
+@reverse.mutant(
+    "Your rules forget the cotangent that comes in: they return the primitive's own derivative. The chain rule "
+    "multiplies the two."
 )
-wrong_logsumexp(
-    "cotangent_not_in_a_tuple",
-    "Your backward rule returns an array. It returns a tuple with one cotangent for each argument, "
-    "even if there is only one.",
-    backward=lambda residuals, g: good_backward(residuals, g)[0],
+def no_chain_rule(closed, args):
+    def alone(rule):
+        return lambda ct, *x: rule(1.0, *x)
+
+    rules = RULES | {name: alone(RULES[name]) for name in ("mul", "sin", "cos", "exp")}
+    return reversed_(closed, args, rules=rules)
+
+
+@reverse.mutant("You look a literal up like a variable. It carries its number itself, in `.val`.")
+def literals_are_variables(closed, args):
+    return reversed_(closed, args, literal=lambda x: {}[x])
+
+
+@reverse.mutant(
+    "Your dict of values lacks the jaxpr's constants. `closed_jaxpr.consts` has their values, in the order of "
+    "`closed_jaxpr.jaxpr.constvars`."
 )
-wrong_logsumexp(
-    "cotangent_as_it_comes",
-    "You multiply g, which has no last axis, by the softmax, which has one. Give g a last axis of "
-    "length 1.",
-    backward=lambda residuals, g: (g * good_backward(residuals, jnp.ones_like(g))[0],),
+def no_constants(closed, args):
+    return reversed_(closed, args, consts=False)
+
+
+@reverse.mutant("An argument that nothing uses has no cotangent in your dict. Its derivative is 0.")
+def unused_is_missing(closed, args):
+    return reversed_(closed, args, missing=lambda: {}["cotangent"])
+
+
+@reverse.mutant(
+    "You start the backward pass at the last equation. Start at `jaxpr.outvars`: equations after it may not matter, "
+    "and there may be none at all."
 )
+def starts_at_the_last_equation(closed, args):
+    def result(jaxpr):
+        return jaxpr.eqns[-1].outvars if jaxpr.eqns and len(jaxpr.outvars) == 1 else jaxpr.outvars
+
+    return reversed_(closed, args, result=result)
 
 
-def float32_backward(residuals, g):
-    logits, value = residuals
-    return good_backward((logits.astype(jnp.float32), value), g)
+@reverse.mutant("You start with the function's value. The derivative of the result by itself is 1.")
+def starts_with_the_value(closed, args):
+    return reversed_(closed, args, start=lambda out: out)
 
 
-wrong_logsumexp(
-    "gradient_in_float32",
-    "Your gradient is float32 whatever the logits are. A cotangent has the dtype of its argument.",
-    backward=float32_backward,
+@reverse.mutant(
+    "You have no rule for `jit`. Handle its jaxpr, `eqn.params['jaxpr']`, as you handle the outer one."
 )
+def no_calls(closed, args):
+    return reversed_(closed, args, calls=False)
 
 
-def wide_forward(logits):
-    value, _ = good_forward(logits)
-    return value, (logits.astype(jnp.float32), value, jnp.zeros(0, logits.dtype))
-
-
-def wide_backward(residuals, g):
-    logits, value, like = residuals
-    return (good_backward((logits, value), g)[0].astype(like.dtype),)
-
-
-wrong_logsumexp(
-    "keeps_float32_logits",
-    "You keep the logits in float32: twice the bytes of bfloat16 logits. Keep them as they came and "
-    "convert them again in the backward rule.",
-    forward=wide_forward,
-    backward=wide_backward,
+@reverse.mutant(
+    "All calls share one dict. A jitted function has a single jaxpr, so its second call overwrites the values of the "
+    "first, and their cotangents mix. Give each call dicts of its own."
 )
+def one_dict_for_all(closed, args):
+    return reversed_(closed, args, shared=True)
+
+
+@reverse.mutant(
+    "You pass a jitted function the cotangent of its first result only. It may have several: pass all of them."
+)
+def first_result_only(closed, args):
+    return reversed_(closed, args, passed=lambda cts: [cts[0], *[0.0] * (len(cts) - 1)])
+
+
+@reverse.mutant(
+    "Your program doubles each time a value is used twice: you differentiate each use from there to the arguments. "
+    "Add up a variable's cotangents first, then go on from it once."
+)
+def path_by_path(closed, args):
+    def run(closed, args):
+        jaxpr = closed.jaxpr
+        values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        values |= dict(zip(jaxpr.invars, args, strict=True))
+        made = {}
+        for eqn in jaxpr.eqns:
+            inputs = [x.val if hasattr(x, "val") else values[x] for x in eqn.invars]
+            if eqn.primitive.name == "jit":
+                outs, pull = run(eqn.params["jaxpr"], inputs)
+            else:
+                outs = [eqn.primitive.bind(*inputs, **eqn.params)]
+                rule = RULES[eqn.primitive.name]
+                pull = lambda cts, i=inputs, r=rule: r(*cts, *i)  # noqa: E731
+            values |= dict(zip(eqn.outvars, outs, strict=True))
+            made |= {x: (eqn, i, pull) for i, x in enumerate(eqn.outvars)}
+
+        def backward(cts):
+            total = dict.fromkeys(jaxpr.invars, 0.0)
+
+            def follow(x, ct):
+                if x in total:
+                    total[x] = total[x] + ct
+                elif x in made:
+                    eqn, i, pull = made[x]
+                    cts = [ct if j == i else 0.0 for j in range(len(eqn.outvars))]
+                    for y, inner in zip(eqn.invars, pull(cts), strict=True):
+                        if not hasattr(y, "val"):
+                            follow(y, inner)
+
+            for x, ct in zip(jaxpr.outvars, cts, strict=True):
+                if not hasattr(x, "val"):
+                    follow(x, ct)
+            return list(total.values())
+
+        return [x.val if hasattr(x, "val") else values[x] for x in jaxpr.outvars], backward
+
+    return tuple(jnp.float32(ct) for ct in run(closed, args)[1]([1.0]))
+
+
+@reverse.mutant(
+    "You go through the program once for each argument. That's the price of forward mode or of differences; one "
+    "backward pass gives the derivatives by all arguments."
+)
+def once_for_each_argument(closed, args):
+    return tuple(reversed_(closed, args)[i] for i in range(len(args)))
+
+
+@reverse.mutant(
+    "You take differences. In float32 they lose half of the digits. Use each primitive's exact derivative."
+)
+def differences(closed, args):
+    def value(args):
+        return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args)[0]
+
+    step, slopes = 1e-2, []
+    for i, x in enumerate(args):
+        there = [*args[:i], x + step, *args[i + 1 :]]
+        slopes.append(jnp.float32((value(there) - value(args)) / step))
+    return tuple(slopes)
+
+
+@reverse.mutant(
+    "You convert values to Python numbers, and a traced value isn't a number yet. Leave them arrays."
+)
+def python_numbers(closed, args):
+    return reversed_(closed, [jnp.float32(float(x)) for x in args])

@@ -4,6 +4,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from minitext.book.grading import Exercise
 
@@ -191,16 +192,12 @@ def adamw_variant(
     dtype=jnp.float32,
     own_b1=None,
     own_b2=None,
-    new_share=lambda b: 1 - b,
-    counts=1,
-    swapped=False,
-    result=lambda p, u: u,
 ):
     """A correct adamw_update but for what is passed."""
 
     def adamw_update(grads, state, params, rate, decays, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1):  # fmt: skip
-        b1, b2 = (b2, b1) if swapped else (own_b1 or b1, own_b2 or b2)
-        count = state["count"] + counts
+        b1, b2 = own_b1 or b1, own_b2 or b2
+        count = state["count"] + 1
         t = (state["count"] + first_t).astype(jnp.float32)
         share = jax.tree.map(lambda d: weight_decay * (d or not masked), decays)
         grads = jax.tree.map(lambda g: g.astype(dtype or g.dtype), grads)
@@ -208,9 +205,9 @@ def adamw_variant(
             grads = jax.tree.map(lambda g, p, s: g + s * p, grads, params, share)
         square = lambda g: (g * g).astype(jnp.float32)  # noqa: E731
         mu = jax.tree.map(
-            lambda m, g: b1 * m + new_share(b1) * g.astype(jnp.float32), state["mu"], grads
+            lambda m, g: b1 * m + (1 - b1) * g.astype(jnp.float32), state["mu"], grads
         )
-        nu = jax.tree.map(lambda v, g: b2 * v + new_share(b2) * square(g), state["nu"], grads)
+        nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * square(g), state["nu"], grads)
         mu_hat = jax.tree.map(lambda m: correct(m, b1, t), mu)
         nu_hat = jax.tree.map(lambda v: correct(v, b2, t), nu)
 
@@ -221,7 +218,6 @@ def adamw_variant(
             return sign * (direction + (rate if decay_times_rate else 1.0) * s * p)
 
         updates = jax.tree.map(update, mu_hat, nu_hat, params, share)
-        updates = jax.tree.map(result, params, updates)
         kept = (mu_hat, nu_hat) if keep_corrected else (mu, nu)
         return updates, {"count": count, "mu": kept[0], "nu": kept[1]}
 
@@ -296,41 +292,6 @@ wrong_adamw(
     "You square the gradient in its own dtype. The square of a bfloat16 number is rounded to 8 bits "
     "before it enters v. Convert the gradient to float32 first.",
     dtype=None,
-)
-wrong_adamw(
-    "new_parameters",
-    "You return the new parameters. What is asked for is the change alone, which the caller adds to "
-    "them.",
-    result=lambda p, u: p + u,
-)
-wrong_adamw(
-    "swapped_decays",
-    "You take b1 for the second moment and b2 for the first. b1 belongs to m, b2 to v.",
-    swapped=True,
-)
-wrong_adamw(
-    "whole_gradient_added",
-    "You add the whole gradient to the decayed moment. Both moments are averages: what is new goes in "
-    "with the share 1 - b.",
-    new_share=lambda b: 1.0,
-)
-wrong_adamw(
-    "no_root",
-    "You divide by v itself. It is an average of squares: take its root first, or the step grows as "
-    "the gradient shrinks.",
-    root=lambda v, eps: v + eps,
-)
-wrong_adamw(
-    "product_for_power",
-    "Your correction is right for t = 1 alone. The weight of an average after t updates is 1 - b to "
-    "the power of t.",
-    correct=lambda m, b, t: m / (1 - b),
-)
-wrong_adamw(
-    "does_not_count",
-    "The count in your new state is the old one, so every update takes itself for the first. Return "
-    "the count plus 1.",
-    counts=0,
 )
 
 # -------------------------------------------------------------------------------------- clip
@@ -484,7 +445,7 @@ def sum_of_norms(grads, limit):
 def norm_afterwards(grads, limit):
     norm = jnp.sqrt(sum(squares(grads)))
     clipped = scaled(grads, jnp.where(norm > limit, limit / norm, 1.0))
-    return clipped, jnp.minimum(norm, limit)
+    return clipped, jnp.sqrt(sum(squares(clipped)))
 
 
 @clip.mutant(
@@ -552,49 +513,6 @@ def rounded_factor(grads, limit):
 def asks_python(grads, limit):
     norm = jnp.sqrt(sum(squares(grads)))
     return (scaled(grads, limit / norm) if norm > limit else grads), norm
-
-
-@clip.mutant(
-    "You take the sum of squares for the norm. Take its root, once, after everything is added up."
-)
-def no_root(grads, limit):
-    norm = sum(squares(grads))
-    return scaled(grads, jnp.where(norm > limit, limit / norm, 1.0)), norm
-
-
-@clip.mutant(
-    "You take the mean of the squares. The norm is the root of their *sum*, however many there are."
-)
-def mean_of_squares(grads, limit):
-    size = sum(g.size for g in jax.tree.leaves(grads))
-    norm = jnp.sqrt(sum(squares(grads)) / size)
-    return scaled(grads, jnp.where(norm > limit, limit / norm, 1.0)), norm
-
-
-@clip.mutant(
-    "You take the largest entry for the norm. The norm is the root of the sum of all squares."
-)
-def largest_entry(grads, limit):
-    sizes = [jnp.max(jnp.abs(g), initial=0.0) for g in jax.tree.leaves(grads)]
-    norm = jnp.max(jnp.stack([size.astype(jnp.float32) for size in sizes]))
-    return scaled(grads, jnp.where(norm > limit, limit / norm, 1.0)), norm
-
-
-@clip.mutant(
-    "Your factor is upside down: a gradient above the limit grows. The factor is limit / norm, below 1."
-)
-def upside_down(grads, limit):
-    norm = jnp.sqrt(sum(squares(grads)))
-    return scaled(grads, jnp.where(norm > limit, norm / limit, 1.0)), norm
-
-
-@clip.mutant(
-    "You divide by the norm and forget the limit: a long gradient comes back with norm 1. Its norm "
-    "must be the limit."
-)
-def unit_norm(grads, limit):
-    norm = jnp.sqrt(sum(squares(grads)))
-    return scaled(grads, jnp.where(norm > limit, 1 / norm, 1.0)), norm
 
 
 # --------------------------------------------------------------------------------------- wsd
@@ -767,47 +685,6 @@ wrong_wsd(
 )
 
 
-wrong_wsd(
-    "decay_one_step_early",
-    "Your decay begins one step early: step `steps - decay` is the last one at the peak.",
-    begin=lambda steps, warmup, decay: max(warmup, steps - decay - 1),
-)
-wrong_wsd(
-    "decay_one_step_late",
-    "Your decay begins one step late: the step after `steps - decay` is the first below the peak.",
-    begin=lambda steps, warmup, decay: max(warmup, steps - decay + 1),
-)
-wrong_wsd(
-    "decay_written_as_its_own_length",
-    "A decay that is cut short still takes `decay` steps in your line, so it never reaches `final`. "
-    "Divide by the steps that it really has: from where it begins to `steps`.",
-    end=lambda steps, begin, decay: begin + decay,
-)
-wrong_wsd(
-    "whole_numbers",
-    "You divide whole numbers with `//`, or make the fraction whole, so the line is a staircase of "
-    "one step. Divide in float32.",
-    rising=lambda step, warmup: (step + 1) // (warmup + 1),
-)
-wrong_wsd(
-    "final_as_a_share",
-    "You take `final` for a share of the peak. It is a rate, like the peak.",
-    fall=lambda peak, final, done: peak * (1 + (final - 1) * done),
-)
-wrong_wsd(
-    "falls_exponentially",
-    "Your decay falls by the same factor in each step. A straight line is asked for: by the same "
-    "amount.",
-    fall=lambda peak, final, done: peak * (final / peak) ** done,
-)
-wrong_wsd(
-    "final_at_once",
-    "Your rate is `final` as soon as the decay begins. It falls there in a straight line of `decay` "
-    "steps.",
-    done=lambda x: jnp.where(x > 0, 1.0, 0.0),
-)
-
-
 @wsd.mutant(
     "Python's `if` asks for the value of the step, which may be an array or traced. Choose with "
     "jnp.where."
@@ -975,8 +852,6 @@ def schulz_variant(
     square=lambda gram: gram @ gram,
     dtype=jnp.float32,
     always=None,
-    each_round=lambda x: x,
-    apply=lambda a, x, rest: a * x + rest @ x,
 ):
     """A correct newton_schulz but for what is passed."""
 
@@ -987,9 +862,8 @@ def schulz_variant(
         x = turn(x) if tall else x
         x = x / norm(x)
         for _ in range(rounds if always is None else always):
-            x = each_round(x)
             gram = x @ turned(x)
-            x = apply(a, x, b * gram + c * square(gram))
+            x = a * x + (b * gram + c * square(gram)) @ x
         return (turn(x) if tall and turn_back else x).astype(jnp.float32)
 
     return newton_schulz
@@ -1074,31 +948,416 @@ wrong_schulz(
     "times as much: turn a tall matrix over first, and turn the result back.",
     turn_tall=False,
 )
-wrong_schulz(
-    "largest_singular_value",
-    "You divide by the largest singular value, or by another norm. The Frobenius norm is the root of "
-    "the sum of all squares.",
-    norm=lambda x: jnp.sqrt(jnp.linalg.eigvalsh(x @ turned(x))[..., -1:, None] + 1e-14),
+
+
+# -------------------------------------------------------------------------------------- skip
+
+skip = Exercise(
+    "05.skip",
+    title="A step that never was",
+    function="skip_spikes",
+    minutes=40,
+    points=20,
+    forbid=(
+        "optax.apply_if_finite", "optax.skip_not_finite", "optax.skip_large_updates", "optax.MultiSteps",
+        "optax.conditionally_mask", "optax.conditionally_transform",
+    ),
+    statement="""
+Once in ten thousand steps a batch gives a gradient that's a hundred times too long, or not a number. Clipping doesn't
+help against the second, and the averages of Adam remember the first for a long time. Wrap any optimizer so that it
+skips such a step, as if the batch had never been drawn.
+
+`skip_spikes(inner, window, factor, patience)` returns two functions, `init(params)` and `update(grads, state, params)`,
+like the optimizer `inner` that it wraps. You decide what the state holds.
+
+- A step is *skipped* if the gradient's global norm, computed in float32, isn't finite. It's also skipped if it's a
+  spike: if the norm is greater than `factor` times the median of the norms of the last `window` steps that weren't
+  skipped. Until there have been `window` such steps, no norm is a spike.
+- A run may change for good. If the last `patience` steps were all skipped, for whichever reason, a finite norm is
+  accepted, however large, and remembered like any other.
+- A skipped step returns updates of exactly 0. Afterwards the optimizer does what it would have done without that step:
+  moments, counters and schedules are as before, and its norm isn't remembered.
+- A step that isn't skipped returns exactly the updates of `inner`, in their dtypes. `inner` may use `params`.
+- Gradients and params are pytrees of any structure. The state is a pytree of arrays whose shapes and dtypes stay the
+  same, and one compiled `update` serves all steps.
+""",
+    hints=(
+        "Suppose step 7 is skipped. List everything that must be the same before step 8 as before step 7, and the "
+        "little that must not. In which of these could a NaN survive?",
+        "The state needs the inner state, the last `window` accepted norms, how many steps were accepted, and how "
+        "many were skipped in a row. Let `inner` compute its step in any case. Then choose, leaf by leaf, between "
+        "the new and the old.",
+        "`good = jnp.isfinite(norm) & ~spike`, where a spike also needs `accepted >= window` and `skipped < "
+        "patience`. `jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)` chooses a whole state. The norm "
+        "goes to `norms.at[accepted % window]`.",
+    ),
+)  # fmt: skip
+
+
+def falling_rate():
+    """Momentum with decay and a rate that falls with each step: everything in it can go wrong."""
+
+    def init(params):
+        return {"count": jnp.int32(0), "m": jax.tree.map(jnp.zeros_like, params)}
+
+    def update(grads, state, params):
+        m = jax.tree.map(lambda m, g: 0.5 * m + g.astype(m.dtype), state["m"], grads)
+        rate = 1.0 / (1.0 + state["count"])
+        updates = jax.tree.map(lambda m, p: -rate * (m + 0.25 * p), m, params)
+        return updates, {"count": state["count"] + 1, "m": m}
+
+    return optax.GradientTransformation(init, update)
+
+
+START = {"w": [[0.5, -1.0, 2.0], [1.5, 0.25, -0.5]], "b": {"none": [], "gain": 3.0}}
+
+
+def gradient_of_norm(t, norm):
+    """A gradient like START of this norm, of 7 entries; which are large is drawn."""
+    entries = t.rng.normal(size=7)
+    entries = (norm * entries / np.linalg.norm(entries)).astype(np.float32)
+    none = np.zeros(0, np.float32)
+    return {"w": entries[:6].reshape(2, 3), "b": {"none": none, "gain": entries[6]}}
+
+
+def replay(grads, skipped):
+    """The updates of falling_rate in float64, without the skipped steps, which get 0."""
+    flat = [np.concatenate([g["w"].ravel(), [g["b"]["gain"]]]).astype(np.float64) for g in grads]
+    params = np.array([*np.ravel(START["w"]), START["b"]["gain"]])
+    m, count, updates = np.zeros(7), 0, []
+    for g, skip_it in zip(flat, skipped, strict=True):
+        if skip_it:
+            updates.append(np.zeros(7))
+            continue
+        m = 0.5 * m + g
+        updates.append(-(m + 0.25 * params) / (1 + count))
+        count += 1
+    return np.array(updates)
+
+
+def steps_of(fn, grads, window, factor, patience, inner=None, params=None):
+    """The updates of all steps and the states before and after each, by one compiled update."""
+    if params is None:
+        params = jax.tree.map(np.float32, START, is_leaf=lambda x: isinstance(x, list))
+    init, update = fn(inner or falling_rate(), window, factor, patience)
+    state, traces = init(params), []
+
+    def counted(*args):
+        traces.append(None)
+        return update(*args)
+
+    # Small programs run a few times: optimising them takes longer than running them.
+    step = jax.jit(counted, compiler_options={"xla_backend_optimization_level": 0})
+    states, updates = [state], []
+    for g in grads:
+        got, state = step(g, state, params)
+        updates.append(got)
+        states.append(state)
+    return updates, states, len(traces)
+
+
+def skips(t, fn, norms, skipped, window, factor, patience, spoil=None):
+    """Steps of these norms are skipped where `skipped` has a 1, and only there."""
+    grads = [gradient_of_norm(t, norm) for norm in norms]
+    for i, value in (spoil or {}).items():
+        grads[i]["w"][1, int(t.rng.integers(3))] = value
+    updates, _, _ = steps_of(fn, grads, window, factor, patience)
+    got = [np.concatenate([np.ravel(u["w"]), np.ravel(u["b"]["gain"])]) for u in updates]
+    want = replay(grads, skipped)
+    why = f"updates of {len(norms)} steps with norms {norms}, of which those with a 1 are skipped: {skipped}"
+    t.close(
+        np.array(got), want, rtol=1e-5, atol=1e-6, why=f"window {window}, factor {factor}: {why}"
+    )
+
+
+@skip.check("ordinary steps")
+def _(fn, t):
+    norms = [float(x) for x in t.rng.uniform(1.0, 1.5, 7).round(2)]
+    skips(t, fn, norms, [0] * 7, 3, 2.0, 2)
+
+
+@skip.check("gradients that aren't finite")
+def _(fn, t):
+    spoil = {1: np.nan, 3: np.inf, 4: -np.inf}
+    norms = [1.0, 1.2, 1.1, 0.9, 1.0, 1.3, 1.1]
+    skips(t, fn, norms, [0, 1, 0, 1, 1, 0, 0], 5, 3.0, 5, spoil)
+
+
+@skip.check("spikes")
+def _(fn, t):
+    skips(t, fn, [1.0, 1.2, 1.1, 4.5, 1.0, 1.3, 30.0, 1.1], [0, 0, 0, 1, 0, 0, 1, 0], 3, 4.0, 9)
+
+
+@skip.check("a median, of the last accepted norms only")
+def _(fn, t):
+    # A mean of 1, 2, 7 would let 5 pass; a skipped 5 would lift the median; 1, 2 and 7 must be forgotten.
+    norms = [1.0, 2.0, 7.0, 5.0, 5.0, 1.5, 3.5, 2.5, 4.5, 6.0]
+    skips(t, fn, norms, [0, 0, 0, 1, 1, 0, 0, 0, 0, 0], 3, 2.0, 9)
+
+
+@skip.check("no spike before there are enough norms")
+def _(fn, t):
+    skips(t, fn, [1.0, 8.0, 64.0, 2.0, 8.0, 41.0, 39.0], [0, 0, 0, 0, 0, 1, 0], 5, 5.0, 9)
+
+
+@skip.check("a norm at the limit is accepted")
+def _(fn, t):
+    one = {"w": np.float32([[0, 0, 2], [0, 0, 0]])}
+    one["b"] = {"none": np.zeros(0, np.float32), "gain": np.float32(0)}
+    grads = [one, jax.tree.map(lambda x: np.float32(4) * x, one)]
+    updates, _, _ = steps_of(fn, grads, 1, 4.0, 9)
+    got = [np.concatenate([np.ravel(u["w"]), np.ravel(u["b"]["gain"])]) for u in updates]
+    t.close(np.array(got), replay(grads, [0, 0]), why="norms 2 and 8, window 1, factor 4")
+
+
+@skip.check("the norm of all arrays together")
+def _(fn, t):
+    grads = []
+    for of_w, of_gain in ((2, 0), (3, 4), (3, 2)):  # norms 2, 5 and 3.6; the limit is 4
+        g = gradient_of_norm(t, 0.0)
+        g["w"][int(t.rng.integers(2)), 1] = of_w
+        g["b"]["gain"] = np.float32(of_gain)
+        grads.append(g)
+    updates, _, _ = steps_of(fn, grads, 1, 2.0, 9)
+    got = [np.concatenate([np.ravel(u["w"]), np.ravel(u["b"]["gain"])]) for u in updates]
+    t.close(np.array(got), replay(grads, [0, 1, 0]), why="norms 2, 5 and 3.6, window 1, factor 2")
+
+
+@skip.check("patience")
+def _(fn, t):
+    norms = [1.0, 1.0, 1.0, 9.0, 9.0, 9.0, 9.0, 1.0, 9.0, 9.0, 9.0, 9.0]
+    skipped = [0, 0, 0, 1, 1, 0, 1, 0, 1, 1, 0, 0]
+    skips(t, fn, norms, skipped, 3, 4.0, 2)
+
+
+@skip.check("patience ends with a finite norm, and any skipped step uses it up")
+def _(fn, t):
+    norms = [1.0, 1.0, 1.0, 9.0, 1.0, 9.0, 9.0, 1.0, 1.0]
+    skipped = [0, 0, 0, 1, 1, 0, 1, 0, 0]
+    skips(t, fn, norms, skipped, 3, 4.0, 2, {4: np.nan})
+    skips(t, fn, norms, [0, 0, 0, 1, 1, 1, 0, 0, 0], 3, 4.0, 2, {4: np.nan, 5: np.inf})
+
+
+@skip.check("AdamW inside, and gradients in bfloat16")
+def _(fn, t):
+    params = {"w": t.rng.normal(size=(64, 5)).astype(np.float32)}
+    inner = optax.adamw(optax.linear_schedule(0.1, 0.0, 6), weight_decay=0.1)
+    grads = [{"w": t.rng.normal(size=(64, 5)).astype(jnp.bfloat16)} for _ in range(6)]
+    grads[3] = {"w": grads[3]["w"] * np.float32(30).astype(jnp.bfloat16)}
+    grads[4] = {"w": np.full((64, 5), 1e25).astype(jnp.bfloat16)}  # the squares overflow
+    updates, states, traces = steps_of(fn, grads, 3, 4.0, 9, inner, params)
+    state, step, want = inner.init(params), jax.jit(inner.update), []
+    for i, g in enumerate(grads):
+        ours, new = step(g, state, params)
+        state = state if i in (3, 4) else new
+        want.append(np.zeros((64, 5)) if i in (3, 4) else np.asarray(ours["w"]))
+    t.close(np.array([u["w"] for u in updates]), np.array(want), rtol=1e-4, atol=1e-5, why="AdamW")
+    shapes = [str(shapes_of(jax.tree.map(jnp.asarray, state))) for state in states]
+    t.equal(shapes, shapes[:1] * len(shapes), why="shapes and dtypes of the state")
+    t.equal(traces, 1, why="traces of update")
+
+
+def guarded(
+    inner, window, factor, patience, *, choose=jnp.where, zero=jnp.zeros_like, center=jnp.median, early=False,
+    remembers_all=False, slot=lambda accepted, window: accepted % window, norm_of=None, finite=jnp.isfinite,
+    above=jnp.greater, in_a_row=True, patient=True, keep_inner=None, shown=lambda grads, good: grads,
+    use=lambda params: params, hurry=False, only_spikes_count=False,
+):  # fmt: skip
+    """The right answer, with what one gets wrong as arguments."""
+
+    def init(params):
+        zero = jnp.int32(0)
+        return inner.init(params), jnp.zeros(window), zero, zero
+
+    def update(grads, state, params):
+        inner_state, norms, accepted, skipped = state
+        wide = [g.astype(jnp.float32) for g in jax.tree.leaves(grads)]
+        norm = jnp.sqrt(sum(jnp.sum(g * g) for g in wide))
+        if norm_of:
+            norm = norm_of(grads)
+        spike = above(norm, factor * center(norms))
+        if not early:
+            spike &= accepted >= window
+        if patient:
+            spike &= skipped < patience
+        good = finite(norm) & ~spike
+        if hurry:
+            good = good | (skipped >= patience)
+        updates, new_inner = inner.update(shown(grads, good), inner_state, use(params))
+        updates = jax.tree.map(lambda u: choose(good, u, zero(u)), updates)
+        keep = keep_inner or (lambda n, o: jnp.where(good, n, o))
+        new_inner = jax.tree.map(keep, new_inner, inner_state)
+        remember = jnp.isfinite(norm) if remembers_all else good
+        norms = jnp.where(remember, norms.at[slot(accepted, window)].set(norm), norms)
+        counts = ~good & (jnp.isfinite(norm) if only_spikes_count else True)
+        more = skipped + counts.astype(jnp.int32)
+        skipped = jnp.where(good, 0, more) if in_a_row else more
+        return updates, (new_inner, norms, accepted + remember.astype(jnp.int32), skipped)
+
+    return init, update
+
+
+@skip.mutant(
+    "You multiply the updates by 0 to skip a step. 0 times NaN is NaN: choose between the update and 0, with "
+    "`jnp.where`."
 )
-wrong_schulz(
-    "norm_without_its_root",
-    "You divide by the sum of squares. The norm is its root.",
-    norm=lambda x: jnp.sum(x * x, axis=(-2, -1), keepdims=True) + 1e-7,
+def multiplies(*args):
+    return guarded(*args, choose=lambda good, u, zero: u * good)
+
+
+@skip.mutant(
+    "A skipped step changes the inner optimizer's state: its moments have seen the bad gradient. Keep the old state."
 )
-wrong_schulz(
-    "normalised_in_each_round",
-    "You divide by the norm in each round. It is done once, before the loop: the polynomial keeps the "
-    "singular values in range, and dividing again pushes them away from 1.",
-    each_round=lambda x: x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7),
+def state_moves_on(*args):
+    return guarded(*args, keep_inner=lambda n, o: n)
+
+
+@skip.mutant(
+    "A skipped step restores the moments, but the counters of the inner optimizer move on, and with them its "
+    "schedule and its corrections. Choose for every leaf of the state."
 )
-wrong_schulz(
-    "only_the_rest",
-    "Your new X lacks a X. Each round gives a X + (b A + c A^2) X.",
-    apply=lambda a, x, rest: rest @ x,
+def counters_move_on(*args):
+    inner, *rest = args
+    init, update = guarded(inner, *rest)
+
+    def counted(grads, state, params):
+        updates, new = update(grads, state, params)
+        stepped = inner.update(jax.tree.map(jnp.zeros_like, grads), state[0], params)[1]
+        kept = jax.tree.map(lambda n, s: s if n.dtype == jnp.int32 else n, new[0], stepped)
+        return updates, (kept, *new[1:])
+
+    return init, counted
+
+
+@skip.mutant(
+    "You give the inner optimizer a gradient of 0 for a step that's skipped. Its moments still shrink and its count "
+    "goes on, and momentum and decay still move the parameters. Keep its old state, and return 0."
 )
-wrong_schulz(
-    "large_constant_in_the_norm",
-    "You add so much to the norm that a small matrix is scaled wrongly. Add about 1e-7, or divide by "
-    "1 where the norm is 0.",
-    norm=lambda x: jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-4,
+def zero_gradient(*args):
+    def shown(grads, good):
+        return jax.tree.map(lambda g: jnp.where(good, g, jnp.zeros_like(g)), grads)
+
+    return guarded(*args, shown=shown, keep_inner=lambda n, o: n, choose=lambda good, u, zero: u)
+
+
+@skip.mutant(
+    "You remember the norms of skipped steps. A few spikes then make the next one look ordinary."
 )
+def remembers_spikes(*args):
+    return guarded(*args, remembers_all=True)
+
+
+@skip.mutant("You compare with the mean. One large norm lifts it far more than the median.")
+def mean_of_norms(*args):
+    return guarded(*args, center=jnp.mean)
+
+
+@skip.mutant(
+    "You compare with the largest of the remembered norms. The statement asks for their median."
+)
+def largest_norm(*args):
+    return guarded(*args, center=jnp.max)
+
+
+@skip.mutant(
+    "You look for spikes before `window` norms are known. The slots that are still empty pull the median down."
+)
+def spikes_from_the_start(*args):
+    return guarded(*args, early=True)
+
+
+@skip.mutant(
+    "Your memory holds the first `window` norms for ever. The newest accepted norm replaces the oldest."
+)
+def first_norms(*args):
+    def slot(accepted, window):
+        return jnp.where(accepted < window, accepted, window)  # beyond the end: not written
+
+    return guarded(*args, slot=slot)
+
+
+@skip.mutant(
+    "Your memory fills only one slot again and again once it is full. The newest accepted norm replaces the oldest."
+)
+def last_slot(*args):
+    return guarded(*args, slot=lambda accepted, window: jnp.minimum(accepted, window - 1))
+
+
+@skip.mutant("You skip what isn't finite, and no spikes.")
+def no_spikes(*args):
+    return guarded(*args, above=lambda norm, limit: jnp.zeros((), bool))
+
+
+@skip.mutant(
+    "You only ask whether the norm is too large. Any comparison with NaN is False, so a NaN passes. Ask "
+    "`jnp.isfinite` too."
+)
+def nan_passes(*args):
+    return guarded(*args, finite=lambda norm: ~jnp.isinf(norm))
+
+
+@skip.mutant("You skip a norm that's equal to the limit. A spike is greater.")
+def skips_at_the_limit(*args):
+    return guarded(*args, above=jnp.greater_equal)
+
+
+@skip.mutant(
+    "You never lose patience. If gradients have become larger for good, your optimizer skips for the rest of the run."
+)
+def no_patience(*args):
+    return guarded(*args, patient=False)
+
+
+@skip.mutant(
+    "You count all skipped steps of the run. Patience is about steps in a row: an accepted step sets the "
+    "count back to 0."
+)
+def counts_all(*args):
+    return guarded(*args, in_a_row=False)
+
+
+@skip.mutant(
+    "When patience is over you accept anything, even a gradient that isn't finite. Only a finite one may pass."
+)
+def accepts_anything(*args):
+    return guarded(*args, hurry=True)
+
+
+@skip.mutant(
+    "You count only spikes as skipped. A step that isn't finite is skipped too, and uses up patience."
+)
+def counts_spikes_only(*args):
+    return guarded(*args, only_spikes_count=True)
+
+
+@skip.mutant(
+    "You lose patience a step too late: after `patience` skipped steps, the next one is accepted."
+)
+def one_step_late(inner, window, factor, patience):
+    return guarded(inner, window, factor, patience + 1)
+
+
+@skip.mutant(
+    "You compute each array's norm and take the largest. The global norm is the root of the sum of all squares."
+)
+def one_array(*args):
+    def norm_of(grads):
+        norms = [jnp.sqrt(jnp.sum(g.astype(jnp.float32) ** 2)) for g in jax.tree.leaves(grads)]
+        return jnp.max(jnp.stack(norms))
+
+    return guarded(*args, norm_of=norm_of)
+
+
+@skip.mutant(
+    "You don't pass the parameters to the inner optimizer. One with weight decay needs them."
+)
+def no_params(*args):
+    return guarded(*args, use=lambda params: None)
+
+
+@skip.mutant(
+    "You decide with a Python `if`. Under `jax.jit` the norm isn't known yet: choose with `jnp.where` or "
+    "`jax.lax.cond`."
+)
+def python_if(*args):
+    return guarded(*args, choose=lambda good, u, zero: u if good else zero)

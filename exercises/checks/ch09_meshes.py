@@ -1,3 +1,4 @@
+import heapq
 import math
 
 import jax
@@ -75,7 +76,7 @@ def right_place(shape, mesh, spec, itemsize, index, *, refuse="rank axis twice d
             raise ValueError("divide")
         if "each" in refuse and any(size % mesh.get(a, 1) for a in entry):
             raise ValueError("each")
-        shard.append(max(1, size // parts) if wrong.get("down") else -(-size // parts))
+        shard.append(-(-size // parts))
         part = i // shard[-1] if not wrong.get("cyclic") else i % parts
         for a in entry if wrong.get("first_fastest") else reversed(entry):
             part, wanted[a] = divmod(part, mesh.get(a, 1))
@@ -92,16 +93,7 @@ def right_place(shape, mesh, spec, itemsize, index, *, refuse="rank axis twice d
     if wrong.get("one"):
         holders = holders[:1]
     count = math.prod(shape if wrong.get("whole") else shard)
-    bytes_of_one = 1 if wrong.get("numbers") else itemsize
-    return tuple(shard), count * bytes_of_one, copies, tuple(holders)
-
-
-def coordinates(device, mesh):
-    """Axis -> a device's place on it."""
-    found = {}
-    for axis in reversed(mesh):
-        device, found[axis] = divmod(device, mesh[axis])
-    return {axis: found[axis] for axis in mesh}
+    return tuple(shard), count * itemsize, copies, tuple(holders)
 
 
 def lies(t, fn, shape, mesh, spec, why=""):
@@ -113,10 +105,7 @@ def lies(t, fn, shape, mesh, spec, why=""):
     t.equal(tuple(got[0]), want[0], why=f"the part's shape, {said}")
     t.equal(got[1], want[1], why=f"the part's bytes at {itemsize} a number, {said}")
     t.equal(got[2], want[2], why=f"copies, {said}")
-    part = tuple(i // size for i, size in zip(index, want[0], strict=True))
-    sits = ", ".join(f"{a}={place}" for a, place in coordinates(want[3][0], mesh).items())
-    about = f"the element is in part {part}, and device {want[3][0]} is at {sits or 'no axis'}"
-    t.equal(tuple(got[3]), want[3], why=f"holders of element {index}, {said}; {about}")
+    t.equal(tuple(got[3]), want[3], why=f"holders of element {index}, {said}")
 
 
 @spec_puzzle.check("one axis for a dimension")
@@ -198,8 +187,8 @@ def devices_by_column(*args):
 
 
 @spec_puzzle.mutant(
-    "You return the number of different parts, or of all devices, as the copies. Copies are the devices "
-    "that hold the same part: the number of devices divided by the number of parts."
+    "You return the number of different parts as the copies. Copies are the devices that hold the same part: the "
+    "number of devices divided by the number of parts."
 )
 def parts_for_copies(*args):
     return right_place(*args, parts=True)
@@ -275,56 +264,6 @@ def drops_ones(*args):
 def descending(*args):
     shard, size, copies, holders = right_place(*args)
     return shard, size, copies, holders[::-1]
-
-
-@spec_puzzle.mutant(
-    "You round down where a dimension doesn't split into equal parts. Refuse it: ValueError."
-)
-def rounds_down(*args):
-    return right_place(*args, refuse="rank axis twice", down=True)
-
-
-@spec_puzzle.mutant(
-    "You return how many numbers a part has. Its bytes are `itemsize` times as many."
-)
-def numbers_for_bytes(*args):
-    return right_place(*args, numbers=True)
-
-
-@spec_puzzle.mutant(
-    "An axis that the mesh doesn't have is a KeyError in your function. Look before you use it, and raise "
-    "ValueError."
-)
-def axis_by_key(shape, mesh, spec, itemsize, index):
-    for entry in spec:
-        for axis in [entry] if isinstance(entry, str) else entry or ():
-            mesh[axis]
-    return right_place(shape, mesh, spec, itemsize, index)
-
-
-@spec_puzzle.mutant(
-    "You expect an entry for each dimension. A spec may be shorter: the dimensions without an entry are "
-    "whole."
-)
-def entry_for_each(shape, mesh, spec, itemsize, index):
-    if len(spec) < len(shape):
-        raise ValueError("entries are missing")
-    return right_place(shape, mesh, spec, itemsize, index)
-
-
-@spec_puzzle.mutant("You return the shape of the whole array. A device's part is smaller.")
-def whole_shape(shape, *rest):
-    return shape, *right_place(shape, *rest)[1:]
-
-
-@spec_puzzle.mutant(
-    "You divide a dimension by the first of its axes alone. Several axes make as many parts as the product "
-    "of their sizes."
-)
-def first_axis_alone(shape, mesh, spec, itemsize, index):
-    right_place(shape, mesh, spec, itemsize, index)
-    first = [e if e is None or isinstance(e, str) else (*e, None)[0] for e in spec]
-    return right_place(shape, mesh, first, itemsize, index)
 
 
 # ------------------------------------------------------------------------------- out_sharding
@@ -988,53 +927,491 @@ def short_spec(names, table, sizes, drop=()):
     return right_spec(names, table, sizes, drop, ends=False)
 
 
-@rules.mutant(
-    "A name that the table doesn't have is a KeyError in your function. Look before you use it, and raise a "
-    "ValueError with the name."
+# ------------------------------------------------------------------------------------- route
+
+route = Exercise(
+    "09.route",
+    title="The cheapest way to another sharding",
+    function="cheapest_route",
+    minutes=40,
+    points=20,
+    forbid=("jax.sharding.reshard", "jax.device_put"),
+    statement="""
+`reshard` has to find a way from one sharding to another. There are many, and they differ in the bytes that are sent and
+in the memory that they need on the way. Find the best one.
+
+A *layout* is a tuple with a tuple of axes for each dimension: `(("x", "y"), ())` splits the rows along x, and each
+part along y. There are three kinds of moves, of one axis at a time. Let `n` be the axis's size, and a device's *block*
+its part of the array before the move.
+
+| move | what happens to the layout | bytes that a device receives |
+|---|---|---|
+| cut | an axis that splits nothing is added at the end of a dimension's tuple | 0 |
+| all-gather | the last axis of a tuple is taken off | `(n - 1)` blocks |
+| all-to-all | the last axis of a tuple goes to the end of another dimension's | a block, less its n-th part |
+
+Write `cheapest_route(shape, itemsize, mesh, source, target, room)`. It returns `(received, layouts)`: the least number
+of bytes, summed over the moves, for which `target` can be reached, and the layouts after each move, up to `target`.
+
+- After every move, each dimension must be divisible by the sizes of its axes, and a device's block may take at most
+  `room` bytes. Both hold for `source` already.
+- Bytes are exact ints. If several ways are cheapest, return any of them. If `source` is the target, no move is needed.
+- If there is no way, return `None`.
+- A mesh of four axes and an array of three dimensions take at most a few seconds.
+""",
+    hints=(
+        "How do you get from `((\"x\", \"y\"), ())` to `((\"y\", \"x\"), ())`? Find three ways on paper, and count "
+        "the bytes of each for axes of 2 and 4. Does it help to go through a layout that's cut finer than both?",
+        "Think of layouts as cities and of moves as roads whose lengths are bytes. You're looking for the shortest "
+        "way in a network that you needn't build in advance. A function that yields the moves from one layout is "
+        "enough.",
+        "Dijkstra: a heap of `(received, layout, layouts so far)` that starts with `(0, source, [])`. Take the "
+        "cheapest; if it's the target, that's the answer; if it was taken before, drop it; otherwise push all its "
+        "moves that divide and fit. When the heap is empty, there is no way.",
+    ),
+)  # fmt: skip
+
+
+def block_of(case, layout):
+    """Bytes of a device's part, or None if the layout doesn't divide the array."""
+    size = case["itemsize"]
+    for length, axes in zip(case["shape"], layout, strict=True):
+        parts = math.prod(case["mesh"][axis] for axis in axes)
+        if length % parts:
+            return None
+        size *= length // parts
+    return size
+
+
+def put_axes(layout, i, axes):
+    return (*layout[:i], tuple(axes), *layout[i + 1 :])
+
+
+def moves_from(case, layout, any_axis=False, cuts=True, swaps=True):
+    """(kind, n, layout) of each move; with any_axis not only the last one comes off."""
+    dims = range(len(layout))
+    for i in dims:
+        for axis in case["mesh"]:
+            if cuts and not any(axis in axes for axes in layout):
+                yield "cut", case["mesh"][axis], put_axes(layout, i, (*layout[i], axis))
+        for axis in layout[i] if any_axis else layout[i][-1:]:
+            n = case["mesh"][axis]
+            without = put_axes(layout, i, [a for a in layout[i] if a != axis])
+            yield "all-gather", n, without
+            for j in dims:
+                if swaps and j != i:
+                    yield "all-to-all", n, put_axes(without, j, (*layout[j], axis))
+
+
+def price(kind, n, size):
+    return {"cut": 0, "all-gather": (n - 1) * size, "all-to-all": size - size // n}[kind]
+
+
+def search(case, price=price, room=None, divides=True, at_start=False, first=False, **moves):
+    """(cost, layouts), the cheapest way by Dijkstra's algorithm, or None."""
+    queue, done = [(0, 0, case["source"], [])], set()
+    limit = case["room"] if room is None else room
+    while queue:
+        cost, steps, layout, way = heapq.heappop(queue)
+        if layout == case["target"]:
+            return cost, way
+        if layout in done and not first:
+            continue
+        done.add(layout)
+        for kind, n, new in moves_from(case, layout, **moves):
+            size = block_of(case, new)
+            if size is None and divides:
+                continue
+            if size is not None and size > limit:
+                continue
+            if first and new in done:
+                continue
+            if first:
+                done.add(new)
+            now = block_of(case, case["source"] if at_start else layout) or 0
+            heapq.heappush(queue, (cost + price(kind, n, now), steps + 1, new, [*way, new]))
+    return None
+
+
+def cost_of(case, way):
+    """The bytes of a way, or what is wrong with it."""
+    here, cost = case["source"], 0
+    for new in way:
+        size = block_of(case, new)
+        found = [(kind, n) for kind, n, there in moves_from(case, here) if there == new]
+        if not found:
+            return f"there is no move from {here} to {new}"
+        if size is None or size > case["room"]:
+            return f"{new} doesn't divide the array, or takes more than room={case['room']} bytes"
+        cost += price(*found[0], block_of(case, here))
+        here = new
+    return cost if here == case["target"] else f"the way ends at {here}"
+
+
+def draw_layout(t, axes, dims):
+    layout = [()] * dims
+    for axis in t.rng.permutation(axes):
+        i = int(t.rng.integers(-1, dims))
+        if i >= 0:
+            layout[i] = (*layout[i], str(axis))
+    return tuple(layout)
+
+
+def draw_move(t, axes="xyz", dims=2, slack=None):
+    """Two layouts that differ; with `slack`, blocks may be that many times the larger of the two."""
+    sizes = t.rng.permutation([2, 3, 4, 5])
+    mesh = {axis: int(n) for axis, n in zip(axes, sizes, strict=False)}
+    parts = math.prod(mesh.values())
+    case = {
+        "shape": tuple(parts * int(n) for n in t.rng.integers(1, 4, size=dims)),
+        "itemsize": int(t.rng.choice([1, 2, 4])), "mesh": mesh,
+        "source": draw_layout(t, list(axes), dims), "target": draw_layout(t, list(axes), dims),
+    }  # fmt: skip
+    ends = [block_of(case, case[name]) for name in ("source", "target")]
+    return case | {"room": 10**12 if slack is None else slack * max(ends)}
+
+
+def moves_where(t, wrong, count=2, **look):
+    """Cases in which a wrong rule finds another number of bytes, or none."""
+    found = []
+    for _ in range(3000):
+        case = draw_move(t, **look)
+        best = search(case)
+        if best is not None and best[0] > 0 and (wrong(case) or (None,))[0] != best[0]:
+            found.append(case)
+        if len(found) == count:
+            return found
+    raise AssertionError("no case found")
+
+
+def routes_are_best(t, fn, cases):
+    got = [fn(*case.values()) for case in cases]
+    want = [search(case) for case in cases]
+    whole = all(pair is None or isinstance(pair[0], int | np.integer) for pair in got)
+    t.true(whole, "the bytes that a device receives are ints", observed=[str(pair) for pair in got])
+    t.equal(
+        [None if pair is None else pair[0] for pair in got],
+        [None if pair is None else pair[0] for pair in want],
+        why="bytes that a device receives: " + "; ".join(described(case) for case in cases),
+    )
+    for case, pair in zip(cases, got, strict=True):
+        if pair is None:
+            continue
+        way = [tuple(tuple(axes) for axes in layout) for layout in pair[1]]
+        cost = cost_of(case, way)
+        t.true(not isinstance(cost, str), f"{described(case)}: {cost}", observed=str(way))
+        t.equal(cost, pair[0], why=f"{described(case)}: the bytes of the moves {way}")
+
+
+def described(case):
+    return f"{case['shape']} on {case['mesh']}, {case['source']} to {case['target']}"
+
+
+def fixed_move(t, source, target, mesh=None, shape=None, slack=None):
+    mesh = mesh or dict(zip("xyz", (int(n) for n in t.rng.permutation([2, 3, 5])), strict=True))
+    shape = shape or (30 * number(t, 1, 5), 30 * number(t, 1, 5))
+    case = {
+        "shape": shape,
+        "itemsize": pick(t, 1, 2, 4),
+        "mesh": mesh,
+        "source": source,
+        "target": target,
+    }
+    ends = [block_of(case, source), block_of(case, target)]
+    return case | {"room": 10**12 if slack is None else slack * max(ends)}
+
+
+@route.check("one move")
+def _(fn, t):
+    rows, both = (("x",), ()), (("x", "y"), ())
+    ends = [(rows, both), (both, rows), (rows, ((), ("x",))), (((), ()), ((), ("z",)))]
+    routes_are_best(t, fn, [fixed_move(t, *pair) for pair in ends])
+
+
+@route.check("no move")
+def _(fn, t):
+    routes_are_best(t, fn, [fixed_move(t, (("y",), ("x",)), (("y",), ("x",)))])
+
+
+@route.check("the order of two axes")
+def _(fn, t):
+    ends = [((("x", "y"), ()), (("y", "x"), ())), ((("x", "y"), ()), (("y",), ()))]
+    routes_are_best(t, fn, [fixed_move(t, *pair) for pair in ends])
+
+
+@route.check("two and three dimensions")
+def _(fn, t):
+    routes_are_best(t, fn, [draw_move(t) for _ in range(5)])
+    routes_are_best(t, fn, [draw_move(t, dims=3) for _ in range(3)])
+
+
+@route.check("a single dimension")
+def _(fn, t):
+    routes_are_best(t, fn, [draw_move(t, dims=1) for _ in range(4)])
+
+
+@route.check("where it helps to cut first")
+def _(fn, t):
+    routes_are_best(t, fn, moves_where(t, lambda case: search(case, cuts=False) or (0,)))
+    routes_are_best(t, fn, moves_where(t, fewest_moves, dims=3))
+
+
+@route.check("where the first move that looks best isn't")
+def _(fn, t):
+    routes_are_best(t, fn, moves_where(t, by_dearest_move))
+
+
+@route.check("where a cheaper way to the same layout is found later")
+def _(fn, t):
+    routes_are_best(t, fn, moves_where(t, lambda case: search(case, first=True)))
+
+
+@route.check("more bytes than a float can count")
+def _(fn, t):
+    shape = (30 * 3**15 * number(t, 1, 3), 30 * 5**10)
+    ends = [((("x", "y"), ()), ((), ())), ((("x",), ("y",)), ((), ("x",)))]
+    routes_are_best(t, fn, [fixed_move(t, *pair, shape=shape, slack=100) for pair in ends])
+
+
+@route.check("little room")
+def _(fn, t):
+    routes_are_best(t, fn, moves_where(t, lambda case: search(case, room=10**12), slack=1))
+    routes_are_best(t, fn, moves_where(t, lambda case: search(case, room=10**12), slack=2))
+
+
+@route.check("dimensions that can't be divided by every axis")
+def _(fn, t):
+    mesh = {"x": 4, "y": 3}
+    shape = (12, 2 * number(t, 1, 3))  # the second can't be split four or three ways
+    ends = [((("x", "y"), ()), (("y", "x"), ())), ((("x",), ()), (("y",), ()))]
+    routes_are_best(t, fn, [fixed_move(t, *pair, mesh=mesh, shape=shape) for pair in ends])
+
+
+@route.check("no way at all")
+def _(fn, t):
+    case = fixed_move(t, (("x",),), (("y",),), mesh={"x": 3, "y": 3}, shape=(9,), slack=1)
+    t.equal(fn(*case.values()), None, why=f"{described(case)} with room for no other block")
+
+
+@route.check("four axes")
+def _(fn, t):
+    routes_are_best(t, fn, [draw_move(t, axes="xyzw", dims=3, slack=3)])
+
+
+def fewest_moves(case):
+    """(bytes, layouts) of a way with the fewest moves."""
+    found = search(case, price=lambda *move: 1)
+    return None if found is None else (cost_of(case, found[1]), found[1])
+
+
+def by_dearest_move(case):
+    """A way whose dearest move is as cheap as possible, in the same manner."""
+    queue, done = [(0, 0, case["source"], [])], set()
+    while queue:
+        worst, steps, layout, way = heapq.heappop(queue)
+        if layout == case["target"]:
+            return cost_of(case, way), way
+        if layout in done:
+            continue
+        done.add(layout)
+        for kind, n, new in moves_from(case, layout):
+            size = block_of(case, new)
+            if size is not None and size <= case["room"]:
+                dear = max(worst, price(kind, n, block_of(case, layout)))
+                heapq.heappush(queue, (dear, steps + 1, new, [*way, new]))
+    return None
+
+
+def as_case(*args):
+    names = ("shape", "itemsize", "mesh", "source", "target", "room")
+    return dict(zip(names, args, strict=True))
+
+
+@route.mutant(
+    "You gather the whole array and cut it again. That always works where there's room, and receives the most bytes."
 )
-def name_by_key(names, table, sizes, drop=()):
-    for name in names:
-        if name is not None:
-            table[name]
-    return right_spec(names, table, sizes, drop)
+def gathers_all(*args):
+    case = as_case(*args)
+    here, way = case["source"], []
+    if here == case["target"]:
+        return 0, []
+    for i in range(len(here)):
+        while here[i]:
+            here = put_axes(here, i, here[i][:-1])
+            way.append(here)
+    for i, axes in enumerate(case["target"]):
+        for axis in axes:
+            here = put_axes(here, i, (*here[i], axis))
+            way.append(here)
+    cost, here = 0, case["source"]
+    for new in way:
+        if sum(map(len, new)) < sum(map(len, here)):
+            (axis,) = set(sum(here, ())) - set(sum(new, ()))
+            cost += (case["mesh"][axis] - 1) * block_of(case, here)
+        here = new
+    return cost, way
 
 
-@rules.mutant(
-    "You take one axis where several are left. A dimension's entry is then a tuple of all of them."
+@route.mutant(
+    "You look for the fewest moves. A way with more of them can receive fewer bytes: a cut is free, and makes every "
+    "later block smaller."
 )
-def last_axis_alone(names, table, sizes, drop=()):
-    found = right_spec(names, table, sizes, drop)
-    return P(*[e[-1] if isinstance(e, tuple) else e for e in found])
+def counts_moves(*args):
+    return fewest_moves(as_case(*args))
 
 
-@rules.mutant("Your axes are in another order than in the table. Keep its order.")
-def sorted_axes(names, table, sizes, drop=()):
-    found = right_spec(names, table, sizes, drop)
-    return P(*[tuple(sorted(e)) if isinstance(e, tuple) else e for e in found])
-
-
-@rules.mutant("You return a tuple or a list. Make a `PartitionSpec` of the entries: `P(*entries)`.")
-def tuple_of_entries(names, table, sizes, drop=()):
-    return tuple(right_spec(names, table, sizes, drop))
-
-
-@rules.mutant(
-    "A name of None is looked up in the table. None means that the dimension stays whole."
+@route.mutant(
+    "You never use an all-to-all. Where an axis goes from one dimension to another, it receives less than a gather."
 )
-def none_is_a_name(names, table, sizes, drop=()):
-    if None in names:
-        raise ValueError("unknown name None")
-    return right_spec(names, table, sizes, drop)
+def no_all_to_all(*args):
+    return search(as_case(*args), swaps=False)
 
 
-@rules.mutant("You leave whole dimensions out. Each has an entry, None.")
-def without_none(names, table, sizes, drop=()):
-    return P(*[e for e in right_spec(names, table, sizes, drop) if e is not None])
-
-
-@rules.mutant(
-    "You put the whole list of entries in as one. Give P an argument for each dimension: `P(*entries)`."
+@route.mutant(
+    "You never cut before the end, or not at all. An axis that splits nothing may be added at any time, at no cost."
 )
-def one_entry_for_all(names, table, sizes, drop=()):
-    flat = [e for e in right_spec(names, table, sizes, drop) if isinstance(e, str)]
-    return P(tuple(flat))
+def no_cuts(*args):
+    return search(as_case(*args), cuts=False)
+
+
+@route.mutant(
+    "You take any axis off a tuple. A device's part is contiguous only if the last axis, the minor one, goes first."
+)
+def any_axis_comes_off(*args):
+    return search(as_case(*args), any_axis=True)
+
+
+@route.mutant(
+    "You count a whole block for an all-to-all. A device keeps the n-th part of its block that is meant for itself."
+)
+def whole_block_exchanged(*args):
+    return search(as_case(*args), price=lambda k, n, b: b if k == "all-to-all" else price(k, n, b))
+
+
+@route.mutant(
+    "You count n blocks for an all-gather. A device has one of them already and receives the other n - 1."
+)
+def own_block_counted(*args):
+    return search(
+        as_case(*args), price=lambda k, n, b: n * b if k == "all-gather" else price(k, n, b)
+    )
+
+
+@route.mutant(
+    "You count one block for an all-gather. A device receives one from each of the n - 1 others."
+)
+def one_block_gathered(*args):
+    return search(as_case(*args), price=lambda k, n, b: b if k == "all-gather" else price(k, n, b))
+
+
+@route.mutant(
+    "You count with the block that the source layout has, in every move. A gather makes the block larger, and "
+    "a cut smaller."
+)
+def first_block(*args):
+    return search(as_case(*args), at_start=True)
+
+
+@route.mutant(
+    "You charge for a cut. Each device drops what it no longer needs, and receives nothing."
+)
+def cuts_cost(*args):
+    return search(as_case(*args), price=lambda k, n, b: b // n if k == "cut" else price(k, n, b))
+
+
+@route.mutant("You ignore `room`. A block on the way may not take more, either.")
+def no_limit(*args):
+    return search(as_case(*args), room=10**18)
+
+
+@route.mutant(
+    "You forbid every block that's larger than those at both ends. It may be larger, up to `room`."
+)
+def ends_limit(*args):
+    case = as_case(*args)
+    ends = [block_of(case, case["source"]), block_of(case, case["target"])]
+    return search(case, room=min(case["room"], max(ends)))
+
+
+@route.mutant(
+    "You allow layouts that don't divide the array. Each dimension must be divisible by the product of its "
+    "axes' sizes."
+)
+def divides_anything(*args):
+    return search(as_case(*args), divides=False)
+
+
+@route.mutant("You minimise the dearest single move. What counts is the sum over all of them.")
+def dearest_move(*args):
+    return by_dearest_move(as_case(*args))
+
+
+@route.mutant(
+    "Your way begins with the source layout. The list holds the layouts after each move, so it's empty if "
+    "there is none."
+)
+def source_included(*args):
+    case = as_case(*args)
+    found = search(case)
+    return None if found is None else (found[0], [case["source"], *found[1]])
+
+
+@route.mutant(
+    "Your search follows the cheapest move from each layout, and never goes back to another branch. Keep all layouts "
+    "that were reached, and go on from the cheapest of them."
+)
+def greedy(*args):
+    case = as_case(*args)
+    here, cost, way, seen = case["source"], 0, [], {case["source"]}
+    while here != case["target"]:
+        best = None
+        for kind, n, new in moves_from(case, here):
+            size = block_of(case, new)
+            if new in seen or size is None or size > case["room"]:
+                continue
+            dear = price(kind, n, block_of(case, here))
+            agree = sum(a == b for a, b in zip(new, case["target"], strict=True))
+            if best is None or (-agree, dear) < best[:2]:
+                best = (-agree, dear, new)
+        if best is None:
+            return None
+        cost, here = cost + best[1], best[2]
+        seen.add(here)
+        way.append(here)
+    return cost, way
+
+
+@route.mutant("If there is no way you return an infinite number of bytes. Return None.")
+def infinite(*args):
+    found = search(as_case(*args))
+    return (math.inf, []) if found is None else found
+
+
+@route.mutant(
+    "You close a layout when you first reach it. A cheaper way to it may be found later: close it when it's the "
+    "cheapest of all that are open."
+)
+def first_way(*args):
+    return search(as_case(*args), first=True)
+
+
+@route.mutant(
+    "You divide with `/`, which gives a float. It has 53 bits, and a large model's bytes need more: use `//`."
+)
+def in_floats(*args):
+    def inexact(kind, n, b):
+        return {"cut": 0, "all-gather": (n - 1) * b, "all-to-all": b * (n - 1) / n}[kind]
+
+    return search(as_case(*args), price=inexact)
+
+
+@route.mutant(
+    "You convert to an int at the end, but count in floats on the way. They have 53 bits, and a large model's bytes "
+    "need more: use `//`."
+)
+def rounded_at_the_end(*args):
+    def inexact(kind, n, b):
+        return {"cut": 0, "all-gather": (1 - 1 / n) * b * n, "all-to-all": b * (1 - 1 / n)}[kind]
+
+    found = search(as_case(*args), price=inexact)
+    return None if found is None else (round(found[0]), found[1])

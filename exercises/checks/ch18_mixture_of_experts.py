@@ -1198,3 +1198,347 @@ def width_of_the_slots(slots, compute, axis):
 def there_twice(slots, compute, axis):
     there = jax.lax.all_to_all(slots, axis, split_axis=0, concat_axis=1, tiled=True)
     return jax.lax.all_to_all(compute(there), axis, split_axis=0, concat_axis=1, tiled=True)
+
+
+# -------------------------------------------------------------------------------------- copies
+
+copies = Exercise(
+    "18.copies",
+    title="Copies of busy experts",
+    function="spread_experts",
+    minutes=40,
+    points=20,
+    statement="""
+A server of a finished model can't change its router, and its busiest device decides how long a step takes. But it has
+measured how many tokens each expert gets, and it may keep copies of an expert on several devices and send each copy a
+part of that expert's tokens. How can it give every device exactly the same number of tokens?
+
+Write `spread_experts(loads, devices, slots)`. `loads` holds the number of tokens of each of E experts. It returns a
+list of dicts, one for each device, that map an expert's number to the tokens it gets there.
+
+- Each device gets the same number of tokens. The sum of `loads` is a multiple of `devices`, and tokens can't be split.
+- A device has room for at most `slots` experts, whether they get tokens or not.
+- Every token of every expert goes somewhere, and every expert is on at least one device, even if its load is 0: the
+  next batch may need it. A copy may get 0 tokens.
+- There are enough slots: `devices * (slots - 1) >= E - 1`. Then it's always possible, for any loads. Finding out why is
+  most of the exercise.
+- Hundreds of experts and devices take at most a few seconds. If several answers fit, return any of them.
+""",
+    hints=(
+        "Take as many devices as experts, and two slots on each. Some expert has at most a device's share of the "
+        "tokens, and another at least that. What can these two do for one device? And what problem is left?",
+        "Fill one device completely, so that the rest is the same problem with one device fewer. For that it has to "
+        "finish `slots - 1` experts, and it may take a part of one more. Look at groups of `slots` neighbours in the "
+        "order of their loads: the group of the smallest may hold too little, that of the largest holds enough.",
+        "Sort by load, and take the first group of `slots` neighbours that holds at least a share. All but its "
+        "largest go there whole. Why do they fit? The largest fills the device up, and what is left of it goes back "
+        "among the others. Before each device, add empty experts until there are `devices_left * (slots - 1) + 1`.",
+    ),
+)  # fmt: skip
+
+
+def skewed_loads(t, experts, devices, skew=1.5):
+    """Loads of which a few experts have most, in any order; their sum is a multiple of `devices`."""
+    loads = [int(x) for x in 3 + 900 * np.exp(skew * t.rng.normal(size=experts))]
+    loads[int(t.rng.integers(experts))] += -sum(loads) % devices
+    return loads
+
+
+def is_even(t, fn, loads, devices, slots):
+    plan = fn(list(loads), devices, slots)
+    case = f"{len(loads)} experts, {devices} devices with {slots} slots"
+    t.true(
+        isinstance(plan, list) and all(isinstance(device, dict) for device in plan),
+        f"{case}: the answer is a list of dicts", str(plan)[:80],
+    )  # fmt: skip
+    t.equal(len(plan), devices, why=f"{case}: dicts in the list")
+    plan = [dict(device) for device in plan]
+    experts = sorted({expert for device in plan for expert in device})
+    known = [expert for expert in experts if expert in range(len(loads))]
+    t.equal(known, experts, why=f"{case}: experts in the dicts")
+    counts = [tokens for device in plan for tokens in device.values()]
+    whole = all(isinstance(tokens, int | np.integer) for tokens in counts)
+    t.true(whole, f"{case}: tokens are ints", [str(type(tokens)) for tokens in counts[:20]])
+    t.true(all(tokens >= 0 for tokens in counts), f"{case}: no device gets less than 0", counts)
+    got = [sum(device.get(expert, 0) for device in plan) for expert in range(len(loads))]
+    t.equal(got, list(loads), why=f"{case}: each expert's tokens on all devices")
+    used = [len(device) for device in plan]
+    why = f"{case}: experts on the devices are {used}"
+    t.true(max(used) <= slots, why, [sorted(map(int, device.values())) for device in plan])
+    got = [sum(device.values()) for device in plan]
+    t.equal(got, [sum(loads) // devices] * devices, why=f"{case}: tokens on each device")
+    # An expert without tokens first: it's the one that is forgotten.
+    on = sorted({expert for device in plan for expert in device})
+    t.equal(on, list(range(len(loads))), why=f"{case}: experts that are on some device")
+
+
+@copies.check("one device")
+def _(fn, t):
+    is_even(t, fn, skewed_loads(t, 5, 1), 1, 5)
+
+
+@copies.check("as many devices as experts, with two slots")
+def _(fn, t):
+    is_even(t, fn, skewed_loads(t, 6, 6), 6, 2)
+
+
+@copies.check("several slots, not one more than needed")
+def _(fn, t):
+    is_even(t, fn, skewed_loads(t, 10, 3), 3, 4)
+    is_even(t, fn, skewed_loads(t, 13, 4, skew=0.7), 4, 4)
+
+
+@copies.check("a few busy experts, many idle ones")
+def _(fn, t):
+    loads = [*(int(x) for x in t.rng.integers(1, 5, size=14)), 4000, 2500]
+    loads[-1] += -sum(loads) % 5
+    is_even(t, fn, [loads[i] for i in t.rng.permutation(16)], 5, 4)
+
+
+@copies.check("loads that are nearly even")
+def _(fn, t):
+    loads = [int(x) for x in t.rng.integers(90, 110, size=13)]
+    loads[0] += -sum(loads) % 4
+    is_even(t, fn, loads, 4, 4)
+    is_even(t, fn, [12] * 9, 4, 3)
+
+
+@copies.check("one expert has all the tokens")
+def _(fn, t):
+    loads = [0] * 7
+    loads[int(t.rng.integers(7))] = 6 * int(t.rng.integers(5, 90))
+    is_even(t, fn, loads, 3, 3)
+    is_even(t, fn, [0] * 7, 3, 3)
+
+
+@copies.check("one expert on several devices, with one slot")
+def _(fn, t):
+    is_even(t, fn, [4 * int(t.rng.integers(5, 90))], 4, 1)
+
+
+@copies.check("more slots than needed")
+def _(fn, t):
+    is_even(t, fn, skewed_loads(t, 9, 4), 4, 5)
+    is_even(t, fn, skewed_loads(t, 3, 5), 5, 4)
+    is_even(t, fn, skewed_loads(t, 3, 5, skew=0.1), 5, 4)
+
+
+@copies.check("fewer tokens than experts")
+def _(fn, t):
+    loads = [1] * 6 + [0] * 7
+    is_even(t, fn, [loads[i] for i in t.rng.permutation(13)], 3, 5)
+
+
+@copies.check("a large model on many devices")
+def _(fn, t):
+    for skew in (0.5, 1.5, 2.5):
+        is_even(t, fn, skewed_loads(t, 257, 64, skew), 64, 5)
+
+
+def spread(loads, devices, slots, start=None, pad=True):
+    """The right answer, with what one gets wrong as arguments."""
+    share = sum(loads) // devices
+    left = [(load, expert) for expert, load in enumerate(loads)]
+    plan = []
+    for more in reversed(range(devices)):
+        left = sorted(left + ((more + 1) * (slots - 1) + 1 - len(left)) * [(0, -1)] * pad)
+        sums = [sum(x for x, _ in left[i : i + slots]) for i in range(len(left))]
+        begin = next((i for i, total in enumerate(sums) if total >= share), 0)
+        begin = begin if start is None else start(left)
+        group = left[begin : begin + slots]
+        if not group:
+            plan.append({})
+            continue
+        *whole, (load, cut) = group
+        part = min(load, max(0, share - sum(x for x, _ in whole)))
+        plan.append({expert: x for x, expert in [*whole, (part, cut)] if expert >= 0})
+        left[begin : begin + slots] = [(load - part, cut)] if load > part else []
+    return plan
+
+
+def wrapped(loads, devices, order):
+    """Fills one device after another in the order, and cuts where a device is full."""
+    share = sum(loads) // devices
+    plan = [{} for _ in range(devices)]
+    free, d = share, 0
+    for expert in order:
+        load = loads[expert]
+        while load > free:
+            plan[d][expert] = free
+            load, free, d = load - free, share, d + 1
+        plan[d][expert] = load
+        free -= load
+    return plan
+
+
+def falling(loads):
+    return sorted(range(len(loads)), key=lambda expert: -loads[expert])
+
+
+@copies.mutant(
+    "You give each expert to one device, whole. An expert with more than a device's share fits on none: it "
+    "needs copies."
+)
+def whole_experts(loads, devices, slots):
+    plan = [{} for _ in range(devices)]
+    for expert in falling(loads):
+        open_ = [device for device in plan if len(device) < slots]
+        min(open_, key=lambda device: sum(device.values()))[expert] = loads[expert]
+    return plan
+
+
+@copies.mutant(
+    "You split each expert's tokens over all devices. That's even, but then each device needs room for every expert."
+)
+def everywhere(loads, devices, slots):
+    plan = [{} for _ in range(devices)]
+    first = 0
+    for expert, load in enumerate(loads):
+        for i in range(devices):
+            plan[(first + i) % devices][expert] = load // devices + (i < load % devices)
+        first += load % devices
+    return plan
+
+
+@copies.mutant(
+    "You fill one device after another, in the order of the experts' numbers. A device that meets many small experts "
+    "in a row has no slots for them. Give a device small and large ones."
+)
+def fills_in_order(loads, devices, slots):
+    return wrapped(loads, devices, range(len(loads)))
+
+
+@copies.mutant(
+    "You fill one device after another, the largest experts first. The last devices then get all the small ones, "
+    "more than they have slots for."
+)
+def fills_largest_first(loads, devices, slots):
+    return wrapped(loads, devices, falling(loads))
+
+
+@copies.mutant(
+    "You fill one device after another, the smallest experts first. The first devices then get more small ones than "
+    "they have slots for."
+)
+def fills_smallest_first(loads, devices, slots):
+    return wrapped(loads, devices, falling(loads)[::-1])
+
+
+@copies.mutant(
+    "You fill a device with the smallest experts first, and when its slots are used up it may have less than its "
+    "share. Start higher up in the order where the smallest hold too little."
+)
+def smallest_neighbours(loads, devices, slots):
+    return spread(loads, devices, slots, start=lambda left: 0)
+
+
+@copies.mutant(
+    "You fill a device with the largest experts. Often one of them is enough, so the slots stay empty that the small "
+    "experts need later: each device has to finish `slots - 1` experts."
+)
+def largest_first(loads, devices, slots):
+    share = sum(loads) // devices
+    left = dict(enumerate(loads))
+    plan = []
+    for _ in range(devices):
+        device, free = {}, share
+        while free and len(device) < slots and left:
+            expert = max(left, key=lambda e: left[e])
+            device[expert] = min(free, left[expert])
+            free -= device[expert]
+            left[expert] -= device[expert]
+            if not left[expert]:
+                del left[expert]
+        plan.append(device)
+    for expert, load in left.items():  # the leftovers
+        device = min(plan, key=len)
+        device[expert] = device.get(expert, 0) + load
+    return plan
+
+
+@copies.mutant(
+    "You pair the `slots - 1` smallest experts with the largest. With two slots that's right. With more, they can "
+    "hold less than a share together."
+)
+def smallest_and_largest(loads, devices, slots):
+    share = sum(loads) // devices
+    left = [(load, expert) for expert, load in enumerate(loads)]
+    plan = []
+    for more in reversed(range(devices)):
+        left = sorted(left + ((more + 1) * (slots - 1) + 1 - len(left)) * [(0, -1)])
+        whole, (load, cut) = left[: slots - 1], left[-1]
+        part = min(load, share - sum(x for x, _ in whole))
+        plan.append({expert: x for x, expert in [*whole, (part, cut)] if expert >= 0})
+        left = left[slots - 1 : -1] + ([(load - part, cut)] if load > part else [])
+    return plan
+
+
+@copies.mutant(
+    "You give each free slot to the expert whose copies are busiest, and split its tokens evenly among its copies. "
+    "That gets close to even loads. But here the copies may get different parts, and then loads can be equal exactly."
+)
+def equal_copies(loads, devices, slots):
+    number = [1] * len(loads)
+    for _ in range(devices * slots - len(loads)):
+        possible = [e for e in range(len(loads)) if number[e] < devices]
+        if possible:
+            number[max(possible, key=lambda e: loads[e] / number[e])] += 1
+    parts = [
+        (load // number[e] + (i < load % number[e]), e)
+        for e, load in enumerate(loads)
+        for i in range(number[e])
+    ]
+    plan = [{} for _ in range(devices)]
+    for part, expert in sorted(parts, key=lambda x: -x[0]):
+        fit = [device for device in plan if expert not in device and len(device) < slots]
+        device = min(fit or plan, key=lambda device: sum(device.values()))
+        device[expert] = device.get(expert, 0) + part
+    return plan
+
+
+@copies.mutant(
+    "You forget experts without tokens. They need a slot on some device: the next batch may send them some."
+)
+def idle_forgotten(loads, devices, slots):
+    return [
+        {expert: tokens for expert, tokens in device.items() if tokens}
+        for device in spread(loads, devices, slots)
+    ]
+
+
+@copies.mutant(
+    "You look only at full groups of `slots` experts. Once there are fewer experts than that, or more slots than "
+    "needed, you find none. Fill the order up with empty experts."
+)
+def no_empty_experts(loads, devices, slots):
+    return spread(loads, devices, slots, pad=False)
+
+
+@copies.mutant(
+    "You split tokens into fractions. An expert gets whole tokens on each device; use `//` and give the remainder to "
+    "one of them."
+)
+def fractions_of_tokens(loads, devices, slots):
+    plan = spread(loads, devices, slots)
+    return [{expert: float(tokens) for expert, tokens in device.items()} for device in plan]
+
+
+@copies.mutant(
+    "You drop the tokens that remain when an expert's load isn't a multiple of its copies."
+)
+def remainders_dropped(loads, devices, slots):
+    plan = spread(loads, devices, slots)
+    number = [sum(expert in device for device in plan) for expert in range(len(loads))]
+    return [{expert: loads[expert] // number[expert] for expert in device} for device in plan]
+
+
+@copies.mutant(
+    "You return a dict for each expert, with its devices. The statement asks for one for each device, with "
+    "its experts."
+)
+def by_expert(loads, devices, slots):
+    plan = spread(loads, devices, slots)
+    return [
+        {d: device[expert] for d, device in enumerate(plan) if expert in device}
+        for expert in range(len(loads))
+    ]

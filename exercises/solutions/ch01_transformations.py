@@ -198,3 +198,69 @@ def logsumexp_backward(residuals, g):
 
 
 frugal_logsumexp.defvjp(logsumexp_forward, logsumexp_backward)
+
+
+# EXERCISE 01.reverse
+def gradient(closed_jaxpr, args):
+    """The gradient of a jaxpr's function, in reverse mode.
+
+    Args:
+      closed_jaxpr: the result of `jax.make_jaxpr` for a function of float32
+        scalars whose result is one float32 scalar. Its primitives are add,
+        sub, mul, neg, sin, cos, exp and jit.
+      args: sequence of float32 scalars, perhaps traced.
+
+    Returns:
+      A tuple of float32 scalars, the derivative by each argument.
+    """
+    # BEGIN SOLUTION
+    rules = {
+        "add": lambda ct, x, y: (ct, ct),
+        "sub": lambda ct, x, y: (ct, -ct),
+        "mul": lambda ct, x, y: (ct * y, ct * x),
+        "neg": lambda ct, x: (-ct,),
+        "sin": lambda ct, x: (ct * jnp.cos(x),),
+        "cos": lambda ct, x: (-ct * jnp.sin(x),),
+        "exp": lambda ct, x: (ct * jnp.exp(x),),
+    }
+
+    def run(closed, args):
+        """The results, and a function of their cotangents: those of args."""
+        # A jitted function has one jaxpr for all its calls: each run of it has
+        # values and cotangents of its own.
+        jaxpr, pulls = closed.jaxpr, []
+        values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        values |= zip(jaxpr.invars, args, strict=True)
+
+        def read(x):
+            return x.val if hasattr(x, "val") else values[x]
+
+        for eqn in jaxpr.eqns:
+            inputs = [read(x) for x in eqn.invars]
+            if eqn.primitive.name == "jit":
+                outs, pull = run(eqn.params["jaxpr"], inputs)
+            else:
+                outs = [eqn.primitive.bind(*inputs, **eqn.params)]
+                rule = rules[eqn.primitive.name]
+                pull = lambda cts, i=inputs, r=rule: r(*cts, *i)  # noqa: E731
+            values |= zip(eqn.outvars, outs, strict=True)
+            pulls.append((eqn, pull))
+
+        def backward(cts):
+            total = {}
+
+            def add(variables, cts):  # a variable may be used several times
+                for x, ct in zip(variables, cts, strict=True):
+                    if not hasattr(x, "val"):
+                        total[x] = total.get(x, 0.0) + ct
+
+            add(jaxpr.outvars, cts)
+            for eqn, pull in reversed(pulls):
+                add(eqn.invars, pull([total.get(x, 0.0) for x in eqn.outvars]))
+            return [total.get(x, 0.0) for x in jaxpr.invars]
+
+        return [read(x) for x in jaxpr.outvars], backward
+
+    _, backward = run(closed_jaxpr, args)
+    return tuple(jnp.float32(ct) for ct in backward([1.0]))
+    # END SOLUTION

@@ -135,3 +135,51 @@ def predict_cost(cfg, new, cached):
     flops = new * (2 * (L * matrices + V * D) + L * 4 * N * H * S)
     return parameters, cache_bytes, flops
     # END SOLUTION
+
+
+# EXERCISE 04.window
+def attend_window(q_BTNH, k_BTKH, v_BTKH, cache, window):
+    """Attention of new tokens to the last `window` tokens, with a cache.
+
+    Args:
+      q_BTNH: [B, T, N, H] queries of T new tokens, float32 or bfloat16.
+      k_BTKH: [B, T, K, H] their keys, rotated already; query head n uses key
+        and value head n // (N // K).
+      v_BTKH: [B, T, K, H] their values.
+      cache: None at the beginning of a text, then what the call before
+        returned.
+      window: how many tokens a token sees, itself included: an int, 1 or more,
+        the same in all calls for a text.
+
+    Returns:
+      (out, cache): [B, T, N, H] in the queries' dtype; and a pytree of arrays,
+      of the same shapes and dtypes whatever has been read.
+    """
+    # BEGIN SOLUTION
+    B, T, K, H = k_BTKH.shape
+    if cache is None:
+        empty = jnp.zeros((B, window, K, H), k_BTKH.dtype)
+        cache = empty, empty, jnp.int32(0)
+    k_BWKH, v_BWKH, count = cache
+    # Slot j holds the last position read that leaves remainder j. The first
+    # ones are below 0 until the ring is full.
+    newest = count - 1
+    slot_W = jnp.arange(window)
+    held_W = newest - (newest - slot_W) % window
+    new_T = count + jnp.arange(T)
+    position_S = jnp.concatenate([held_W, new_T])
+    age_TS = new_T[:, None] - position_S
+    seen_TS = (age_TS >= 0) & (age_TS < window) & (position_S >= 0)
+    # Read before writing: a new token may take the slot of one that an earlier
+    # new token still sees.
+    out_BTNH = jax.nn.dot_product_attention(
+        q_BTNH,
+        jnp.concatenate([k_BWKH, k_BTKH], axis=1),
+        jnp.concatenate([v_BWKH, v_BTKH], axis=1),
+        mask=seen_TS[None, None],
+    )
+    slots = new_T[-window:] % window  # of a long text only its end is kept
+    k_BWKH = k_BWKH.at[:, slots].set(k_BTKH[:, -window:])
+    v_BWKH = v_BWKH.at[:, slots].set(v_BTKH[:, -window:])
+    return out_BTNH, (k_BWKH, v_BWKH, count + T)
+    # END SOLUTION

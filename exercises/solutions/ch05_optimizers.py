@@ -136,3 +136,55 @@ def newton_schulz(x, rounds=5, a=3.4445, b=-4.7750, c=2.0315):
         x = a * x + (b * gram + c * gram @ gram) @ x
     return jnp.swapaxes(x, -2, -1) if tall else x
     # END SOLUTION
+
+
+# EXERCISE 05.skip
+def skip_spikes(inner, window, factor, patience):
+    """An optimizer that skips steps whose gradient is far out of the ordinary.
+
+    Args:
+      inner: optax.GradientTransformation.
+      window: how many accepted norms are remembered, an odd int.
+      factor: a norm above this times their median is a spike, a float.
+      patience: after so many skipped steps in a row no norm counts as a spike,
+        an int of 1 or more.
+
+    Returns:
+      (init, update), two functions as in an optax.GradientTransformation:
+      init(params) returns a state, a pytree of arrays, and
+      update(grads, state, params) returns (updates, state).
+    """
+
+    # BEGIN SOLUTION
+    def init(params):
+        return {
+            "inner": inner.init(params),
+            "norms": jnp.zeros(window),
+            "accepted": jnp.int32(0),
+            "skipped": jnp.int32(0),  # in a row
+        }
+
+    def update(grads, state, params):
+        norms, accepted = state["norms"], state["accepted"]
+        wide = [g.astype(jnp.float32) for g in jax.tree.leaves(grads)]
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in wide))
+        spike = norm > factor * jnp.median(norms)
+        spike &= (accepted >= window) & (state["skipped"] < patience)
+        good = jnp.isfinite(norm) & ~spike
+
+        def if_good(new, old):  # chosen, not multiplied: 0 times NaN is NaN
+            return jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
+
+        updates, new_inner = inner.update(grads, state["inner"], params)
+        zeros = jax.tree.map(jnp.zeros_like, updates)
+        new = {
+            "inner": new_inner,
+            "norms": norms.at[accepted % window].set(norm),
+            "accepted": accepted + 1,
+            "skipped": jnp.int32(0),
+        }
+        old = state | {"skipped": state["skipped"] + 1}
+        return if_good(updates, zeros), if_good(new, old)
+
+    return init, update
+    # END SOLUTION

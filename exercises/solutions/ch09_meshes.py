@@ -157,3 +157,67 @@ def spec_of(names, table, sizes, drop=()):
             entries.append(axes[0] if axes else None)
     return P(*entries)
     # END SOLUTION
+
+
+# EXERCISE 09.route
+def cheapest_route(shape, itemsize, mesh, source, target, room):
+    """The moves that bring an array from one layout to another in fewest bytes.
+
+    Args:
+      shape: tuple of ints, the whole array's shape.
+      itemsize: bytes of a number.
+      mesh: dict from an axis to its size, 2 or more.
+      source: tuple with a tuple of axes for each dimension, major axis first;
+        no axis occurs twice.
+      target: the layout wanted, likewise.
+      room: the largest number of bytes a device can hold of the array.
+
+    Returns:
+      (received, layouts): the bytes that a device receives in all, and a list
+      of the layouts after each move; None if there is no way.
+    """
+    # BEGIN SOLUTION
+    import heapq
+
+    def block_bytes(layout):
+        """Bytes on a device, or None if the layout doesn't divide the array."""
+        size = itemsize
+        for length, axes in zip(shape, layout, strict=True):
+            parts = math.prod(mesh[axis] for axis in axes)
+            if length % parts:
+                return None
+            size *= length // parts
+        return size
+
+    def moves(layout):
+        size, dims = block_bytes(layout), range(len(shape))
+        for i in dims:
+            for axis in mesh.keys() - set(sum(layout, ())):  # cut
+                yield 0, replace(layout, i, (*layout[i], axis))
+            if layout[i]:
+                *rest, axis = layout[i]  # only the last one can come off
+                without, n = replace(layout, i, tuple(rest)), mesh[axis]
+                yield (n - 1) * size, without  # all-gather
+                for j in dims:
+                    if j != i:  # all-to-all
+                        there = replace(without, j, (*layout[j], axis))
+                        yield size - size // n, there
+
+    def replace(layout, i, axes):
+        return (*layout[:i], axes, *layout[i + 1 :])
+
+    # Dijkstra's algorithm: the cheapest unfinished layout can't get cheaper.
+    queue, done = [(0, source, [])], set()
+    while queue:
+        received, layout, route = heapq.heappop(queue)
+        if layout == target:
+            return received, route
+        if layout in done:
+            continue
+        done.add(layout)
+        for cost, new in moves(layout):
+            size = block_bytes(new)
+            if size is not None and size <= room:
+                heapq.heappush(queue, (received + cost, new, [*route, new]))
+    return None
+    # END SOLUTION

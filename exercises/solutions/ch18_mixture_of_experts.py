@@ -116,3 +116,45 @@ def through_experts(slots_ECD, compute, axis):
         compute(rows_eSD), axis, split_axis=1, concat_axis=0, tiled=True
     )
     # END SOLUTION
+
+
+# EXERCISE 18.copies
+def spread_experts(loads, devices, slots):
+    """Copy experts to devices until every device gets equally many tokens.
+
+    Args:
+      loads: list of E Python ints, the tokens of each expert. Their sum is a
+        multiple of `devices`.
+      devices: number of devices, an int of 1 or more.
+      slots: how many experts a device has room for, an int with
+        devices * (slots - 1) >= E - 1.
+
+    Returns:
+      A list with a dict for each device: {expert: tokens}, Python ints.
+    """
+    # BEGIN SOLUTION
+    share = sum(loads) // devices
+    left = [(load, expert) for expert, load in enumerate(loads)]
+    plan = []
+    for more in reversed(range(devices)):
+        # Each device finishes slots - 1 experts, and the last one slots.
+        # Expert -1 has no tokens; it fills the ranks where there are fewer.
+        missing = (more + 1) * (slots - 1) + 1 - len(left)
+        left = sorted(left + missing * [(0, -1)])
+        # The group one further down has less than a share, so all but the
+        # largest of this group fit whole.
+        groups = (left[i : i + slots] for i in range(len(left)))
+        begin, group = next(
+            (i, group)
+            for i, group in enumerate(groups)
+            if sum(load for load, _ in group) >= share
+        )
+        *whole, (load, cut) = group
+        part = share - sum(load for load, _ in whole)
+        device = {expert: load for load, expert in [*whole, (part, cut)]}
+        device.pop(-1, None)
+        plan.append(device)
+        rest = [(load - part, cut)] if load > part else []
+        left[begin : begin + slots] = rest
+    return plan
+    # END SOLUTION
