@@ -1420,7 +1420,7 @@ def _(fn, t):
     for (kind, main), pair in zip(programs.items(), got, strict=True):
         rate, what = links[kind.removesuffix("-start")], main[0][1]
         seconds = what / rates[rate]
-        told = f"a {kind} of {what} alone takes {seconds:.6g} s, at the rate of {rate!r}"
+        told = f"one {kind} of {what} alone takes {seconds:.6g} s, at the rate of {rate!r}"
         t.true(
             np.allclose(pair, seconds, 1e-9, 0),
             f"{told}; both ends of the interval are that, got {tuple(pair)}",

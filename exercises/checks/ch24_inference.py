@@ -647,6 +647,7 @@ prefix_keys = Exercise(
     function="page_keys",
     minutes=20,
     points=10,
+    forbid=("hashlib.md5", "hashlib.sha1"),
     statement="""
 Two prompts that begin alike can share the pages of their common beginning. Write `page_keys(tokens, page_tokens)`,
 which gives each full page of a prompt a key. An engine keeps a dictionary from keys to pages.

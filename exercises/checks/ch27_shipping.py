@@ -404,7 +404,8 @@ def _(fn, t):
         manifest["files"][name], files[name] = listing(b"w"), b"w"
     why = f"a manifest with the files {sorted(manifest['files'])}"
     finds(fn, t, (manifest, files, wanted), why)
-    manifest["files"]["../gone"] = listing(b"")
+    for name in ("../gone", "b\\gone", "/gone"):
+        manifest["files"][name] = listing(b"")
     finds(fn, t, (manifest, files, wanted), "an unsafe name that is also missing has one fault")
 
 
