@@ -1,4 +1,3 @@
-import itertools
 import math
 
 import jax
@@ -1247,21 +1246,23 @@ def measured_flops(cfg, new, cached):
 def difference(cfg, got, want, new, cached):
     """Names what is too much or too little in a number of parameters (new is 0) or of FLOPs."""
     V, L, D, N, F, K, H = cfg.vocab, cfg.layers, cfg.embed, cfg.heads, cfg.mlp, cfg.K, cfg.H
-    each = 2 * new or 1
+    each = 2 if new else 1
     parts = {
-        "a table of V by D": each * V * D,
-        "a matrix of D by F in each layer": each * L * D * F,
-        "a matrix of D by N*H in each layer": each * L * D * N * H,
-        "a matrix of D by K*H in each layer": each * L * D * K * H,
+        "a table of V by D": V * D,
+        "a matrix of D by F in each layer": L * D * F,
+        "a matrix of D by N*H in each layer": L * D * N * H,
+        "a matrix of D by K*H in each layer": L * D * K * H,
     }
     if new:
-        parts["one of the two products with the cache"] = each * L * N * H * (new + cached)
+        parts["one of the two products with the cache"] = L * N * H * (new + cached)
     else:
-        parts |= {"a scale of D in each layer": L * D, "one scale of D": D}
-    for count, (name, size) in itertools.product((1, 2, 3), parts.items()):
-        if isinstance(got, int) and abs(got - want) == count * size:
-            times = f"{count} times " if count > 1 else ""
-            return f"; too {'much' if got > want else 'little'} by {times}{name}"
+        parts["one scale of D"] = D
+    tokens = max(new, 1)
+    for count in (tokens, 2 * tokens, 3 * tokens, *range(1, tokens), *range(4, 2 * L + 2)):
+        for name, size in parts.items():
+            if isinstance(got, int) and abs(got - want) == count * each * size:
+                of = f" for {count} tokens" if new else f", {count} times" if count > 1 else ""
+                return f"; too {'much' if got > want else 'little'} by {name}{of}"
     return ""
 
 
