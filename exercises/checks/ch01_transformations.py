@@ -123,11 +123,16 @@ def _(fn, t):
     t.equal(len(score.lengths), 1, why="traces for three lines of one length and three dtypes")
 
 
-@retracing.check("lines that cannot be scored are refused")
+@retracing.check("a line that is too long is refused")
+def _(fn, t):
+    scorer = fn(RecordingScore(t.rng), 20)
+    t.raises(ValueError, lambda: scorer(random_line(t, 21)), why="21 tokens, max_length=20")
+
+
+@retracing.check("an empty line is refused")
 def _(fn, t):
     scorer = fn(RecordingScore(t.rng), 20)
     t.raises(ValueError, lambda: scorer(np.zeros(0, np.int32)), why="an empty line")
-    t.raises(ValueError, lambda: scorer(random_line(t, 21)), why="21 tokens, max_length=20")
 
 
 def pad_and_mask(line, padded, dtype=np.int32):

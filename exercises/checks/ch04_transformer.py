@@ -1,4 +1,3 @@
-import itertools
 import math
 
 import jax
@@ -255,6 +254,41 @@ def stays_float32(x, scale_D, eps=1e-6):
     return normalised(x.astype(jnp.float32), eps) * scale_D
 
 
+@rms_norm.mutant("You divide by the mean square itself. Divide by its root.")
+def no_root(x, scale_D, eps=1e-6):
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    return (wide / (mean + eps) * scale_D).astype(x.dtype)
+
+
+@rms_norm.mutant("You never multiply by the scale.")
+def not_scaled(x, scale_D, eps=1e-6):
+    return normalised(x.astype(jnp.float32), eps).astype(x.dtype)
+
+
+@rms_norm.mutant("You multiply by 1 + scale, as Gemma does. Here the scale itself is the factor.")
+def one_plus_scale(x, scale_D, eps=1e-6):
+    return (normalised(x.astype(jnp.float32), eps) * (1 + scale_D)).astype(x.dtype)
+
+
+@rms_norm.mutant("You take 1e-6 for eps, whatever is given, or leave it out. It is an argument.")
+def own_eps(x, scale_D, eps=1e-6):
+    return (normalised(x.astype(jnp.float32), 1e-6) * scale_D).astype(x.dtype)
+
+
+@rms_norm.mutant(
+    "You add no eps. Short vectors are scaled up too much, and a vector of zeros gives 0 / 0: add eps "
+    "to the mean square."
+)
+def no_eps(x, scale_D, eps=1e-6):
+    return (normalised(x.astype(jnp.float32), 0.0) * scale_D).astype(x.dtype)
+
+
+@rms_norm.mutant("You average over the wrong axis. A vector is the *last* dimension of x: axis=-1.")
+def over_the_first_axis(x, scale_D, eps=1e-6):
+    return (normalised(x.astype(jnp.float32), eps, axis=0) * scale_D).astype(x.dtype)
+
+
 # --------------------------------------------------------------------------------------- leak
 
 leak = Exercise(
@@ -374,6 +408,16 @@ def _(fn, t):
 
     got = fn(inputs_cancel, vectors(t, (6, 4)))
     t.equal(got, at(6, (1, 3)), why="a difference of two features")
+
+
+@leak.check("a leak that only lowers an output")
+def _(fn, t):
+    @jax.jit
+    def lowered(x_TD):
+        return jnp.cumsum(x_TD, axis=0).at[1, 1].add(-x_TD[3, 0])
+
+    got = fn(lowered, vectors(t, (6, 4)))
+    t.equal(got, at(6, (1, 3)), why="a derivative of -1, and no other")
 
 
 @leak.check("a small leak is a leak")
@@ -516,6 +560,34 @@ def one_position_at_a_time(model, x_TD):
         jacobian_VTD = jax.jacrev(lambda x, p=position: model(x)[p])(x_TD)
         rows.append(jnp.sum(jnp.abs(jacobian_VTD), axis=(0, 2)))
     return jnp.triu(jnp.stack(rows) > 0, k=1)
+
+
+@leak.mutant(
+    "You report every dependence, the allowed ones too. A leak is one on a *later* position: keep the "
+    "entries above the diagonal."
+)
+def every_dependence(model, x_TD):
+    return jnp.sum(jnp.abs(jax.jacrev(model)(x_TD)), axis=(1, 3)) > 0
+
+
+@leak.mutant(
+    "Your result has the axes the other way round: entry [t, s] belongs to *output* t and *input* s."
+)
+def transposed(model, x_TD):
+    influence = jnp.sum(jnp.abs(jax.jacrev(model)(x_TD)), axis=(1, 3))
+    return jnp.triu(influence > 0, k=1).T
+
+
+@leak.mutant("You return how strong each leak is. The answer is boolean: compare with 0.")
+def strengths(model, x_TD):
+    return jnp.triu(jnp.sum(jnp.abs(jax.jacrev(model)(x_TD)), axis=(1, 3)), k=1)
+
+
+@leak.mutant(
+    "You ask whether the derivative is positive. A negative one is an effect too: take absolute values."
+)
+def positive_ones(model, x_TD):
+    return jnp.triu(jnp.any(jax.jacrev(model)(x_TD) > 0, axis=(1, 3)), k=1)
 
 
 # --------------------------------------------------------------------------------------- rope
@@ -734,6 +806,60 @@ def not_a_rotation(x_BTNH, positions_BT, theta=10_000.0):
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     turned = jnp.concatenate([a * cos - b * sin, b * cos - a * sin], axis=-1)
     return turned.astype(x_BTNH.dtype)
+
+
+@rope.mutant(
+    "Your frequencies grow with i. The first pair turns by one radian for each position and the last "
+    "hardly at all: the exponent is negative."
+)
+def growing_frequencies(x_BTNH, positions_BT, theta=10_000.0):
+    return turn(x_BTNH, angles(x_BTNH, positions_BT, 1 / theta))
+
+
+@rope.mutant(
+    "Your frequencies are those of the next pair: i counts from 0, so the first frequency is 1."
+)
+def pairs_from_one(x_BTNH, positions_BT, theta=10_000.0):
+    half = x_BTNH.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(1, half + 1, dtype=jnp.float32) / half)
+    return turn(x_BTNH, positions_BT[:, :, None, None].astype(jnp.float32) * frequency)
+
+
+@rope.mutant(
+    "Your frequencies fall too fast: the exponent is -2i/H, and you have -4i/H. With half = H // 2 it "
+    "is -i/half."
+)
+def twice_the_exponent(x_BTNH, positions_BT, theta=10_000.0):
+    return turn(x_BTNH, angles(x_BTNH, positions_BT, theta**2))
+
+
+@rope.mutant("You put the halves back in the wrong order: a' comes first, then b'.")
+def halves_swapped(x_BTNH, positions_BT, theta=10_000.0):
+    turned = turn(x_BTNH, angles(x_BTNH, positions_BT, theta))
+    return jnp.concatenate(jnp.split(turned, 2, axis=-1)[::-1], axis=-1)
+
+
+@rope.mutant(
+    "You take neighbours, features 2i and 2i + 1, and put the results into the two halves. Pair i with "
+    "i + H/2 when you read x too."
+)
+def half_interleaved(x_BTNH, positions_BT, theta=10_000.0):
+    halves = jnp.concatenate([x_BTNH[..., 0::2], x_BTNH[..., 1::2]], axis=-1)
+    return turn(halves, angles(x_BTNH, positions_BT, theta))
+
+
+@rope.mutant("You turn by the same angle in every pair. The frequency depends on i.")
+def one_frequency(x_BTNH, positions_BT, theta=10_000.0):
+    return turn(x_BTNH, angles(x_BTNH, positions_BT, 1.0))
+
+
+@rope.mutant(
+    "Your angles follow the heads, not the positions: give them the shape [B, T, 1, H/2], so that they "
+    "broadcast over axis 2, the heads."
+)
+def by_head(x_BTNH, positions_BT, theta=10_000.0):
+    angle = jnp.swapaxes(angles(x_BTNH, positions_BT, theta), 1, 2)
+    return turn(x_BTNH, angle)
 
 
 # ---------------------------------------------------------------------------------------- gqa
@@ -980,6 +1106,71 @@ def softmax_over_queries(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
     return grouped(q_BTNH, k_BSKH, v_BSKH, mask_BTS, weigh=weigh)
 
 
+@gqa.mutant("You ignore the mask. A query may look only at the keys where its mask is True.")
+def no_mask(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
+    return grouped(q_BTNH, k_BSKH, v_BSKH, jnp.ones_like(mask_BTS))
+
+
+@gqa.mutant("Your mask is upside down: True marks the keys that may be seen.")
+def mask_upside_down(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
+    return grouped(q_BTNH, k_BSKH, v_BSKH, ~jnp.asarray(mask_BTS))
+
+
+@gqa.mutant(
+    "A hidden key's score is 0 in your softmax. That is a score like any other, and e^0 is 1: give it a "
+    "large negative number."
+)
+def masked_scores_are_zero(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
+    weigh = lambda logits, m: jax.nn.softmax(logits * m)  # noqa: E731
+    return grouped(q_BTNH, k_BSKH, v_BSKH, mask_BTS, weigh=weigh)
+
+
+@gqa.mutant(
+    "You mask the future yourself. The mask comes from the caller, who may show other keys than the "
+    "earlier ones."
+)
+def own_causal_mask(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones(mask_BTS.shape[1:], bool)), mask_BTS.shape)
+    return grouped(q_BTNH, k_BSKH, v_BSKH, mask)
+
+
+@gqa.mutant(
+    "The scale is wrong: it is the root of H, the width of *one* head, neither of all heads together "
+    "nor of the number of heads."
+)
+def scale_by_all_heads(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
+    scale = (q_BTNH.shape[2] * q_BTNH.shape[3]) ** -0.5
+    return grouped(q_BTNH, k_BSKH, v_BSKH, mask_BTS, scale=scale)
+
+
+@gqa.mutant(
+    "You take the weights from the scores without softmax: they must be positive and sum to 1."
+)
+def no_softmax(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
+    return grouped(q_BTNH, k_BSKH, v_BSKH, mask_BTS, weigh=lambda logits, m: logits * m)
+
+
+@gqa.mutant("You multiply the scores instead of dividing them by the root of H.")
+def scaled_up(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
+    return grouped(q_BTNH, k_BSKH, v_BSKH, mask_BTS, scale=q_BTNH.shape[-1] ** 0.5)
+
+
+@gqa.mutant("Your result is not in the queries' dtype. Cast it at the end.")
+def stays_in_float32(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
+    return grouped(q_BTNH, k_BSKH, v_BSKH, mask_BTS).astype(jnp.float32)
+
+
+@gqa.mutant(
+    "You fold the heads with G before K and read them as if K came first, so query heads meet the wrong "
+    "key heads. Head n is [n // G, n % G]."
+)
+def folded_and_swapped(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
+    B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[2]
+    turned = q_BTNH.reshape(B, T, N // K, K, H).swapaxes(2, 3).reshape(B, T, N, H)
+    return grouped(turned, k_BSKH, v_BSKH, mask_BTS)
+
+
 # -------------------------------------------------------------------------------------- count
 
 count = Exercise(
@@ -1052,6 +1243,39 @@ def measured_flops(cfg, new, cached):
     return total
 
 
+def difference(cfg, got, want, new, cached):
+    """Names what is too much or too little in a number of parameters (new is 0) or of FLOPs."""
+    V, L, D, N, F, K, H = cfg.vocab, cfg.layers, cfg.embed, cfg.heads, cfg.mlp, cfg.K, cfg.H
+    each = 2 if new else 1
+    parts = {
+        "a table of V by D": V * D,
+        "a matrix of D by F in each layer": L * D * F,
+        "a matrix of D by N*H in each layer": L * D * N * H,
+        "a matrix of D by K*H in each layer": L * D * K * H,
+    }
+    if new:
+        parts["one of the two products with the cache"] = L * N * H * (new + cached)
+    else:
+        parts["one scale of D"] = D
+    tokens = max(new, 1)
+    for count in (tokens, 2 * tokens, 3 * tokens, *range(1, tokens), *range(4, 2 * L + 2)):
+        for name, size in parts.items():
+            if isinstance(got, int) and abs(got - want) == count * each * size:
+                of = f" for {count} tokens" if new else f", {count} times" if count > 1 else ""
+                return f"; too {'much' if got > want else 'little'} by {name}{of}"
+    return ""
+
+
+def compare_parameters(t, fn, cfg, why):
+    got, want = whole(t, fn, cfg, 10, 0, 0), measured_parameters(cfg)
+    t.equal(got, want, why=why + difference(cfg, got, want, 0, 0))
+
+
+def compare_flops(t, fn, cfg, new, cached, why):
+    got, want = whole(t, fn, cfg, new, cached, 2), measured_flops(cfg, new, cached)
+    t.equal(got, want, why=why + difference(cfg, got, want, new, cached))
+
+
 def whole(t, fn, cfg, new, cached, which):
     got = fn(cfg, new, cached)
     t.true(
@@ -1067,13 +1291,13 @@ def whole(t, fn, cfg, new, cached, which):
 @count.check("parameters")
 def _(fn, t):
     cfg = learner_config(t)
-    t.equal(whole(t, fn, cfg, 10, 0, 0), measured_parameters(cfg), why="your model's pytree")
+    compare_parameters(t, fn, cfg, "your model's pytree")
 
 
 @count.check("parameters with tied embeddings")
 def _(fn, t):
     cfg = learner_config(t, tie_embeddings=True)
-    t.equal(whole(t, fn, cfg, 10, 0, 0), measured_parameters(cfg), why="your model with one table")
+    compare_parameters(t, fn, cfg, "your model with one table")
 
 
 @count.check("bytes of the cache")
@@ -1089,44 +1313,56 @@ def _(fn, t):
 @count.check("FLOPs of a prompt")
 def _(fn, t):
     cfg = learner_config(t)
-    t.equal(whole(t, fn, cfg, 13, 0, 2), measured_flops(cfg, 13, 0), why="13 tokens, empty cache")
+    compare_flops(t, fn, cfg, 13, 0, "13 tokens, empty cache")
 
 
 @count.check("FLOPs of one more token")
 def _(fn, t):
     cfg = learner_config(t)
-    t.equal(whole(t, fn, cfg, 1, 40, 2), measured_flops(cfg, 1, 40), why="1 token after 40")
+    compare_flops(t, fn, cfg, 1, 40, "1 token after 40")
 
 
 @count.check("FLOPs with tied embeddings")
 def _(fn, t):
     cfg = learner_config(t, tie_embeddings=True)
-    t.equal(
-        whole(t, fn, cfg, 5, 4, 2), measured_flops(cfg, 5, 4), why="the logits are a product too"
-    )
+    compare_flops(t, fn, cfg, 5, 4, "the logits are a product too")
 
 
 @count.check("a model of 70 billion parameters")
 def _(fn, t):
     cfg = load_config("llama2-70b").model
-    t.equal(whole(t, fn, cfg, 1, 0, 0), measured_parameters(cfg), why="llama2-70b: parameters")
-    t.equal(whole(t, fn, cfg, 64, 192, 2), measured_flops(cfg, 64, 192), why="llama2-70b: FLOPs")
+    compare_parameters(t, fn, cfg, "llama2-70b: parameters")
+    compare_flops(t, fn, cfg, 64, 192, "llama2-70b: FLOPs")
 
 
 def cost(
-    cfg, new, cached, K=None, H=None, norms=None, tables=None, lookups=0, ops=2, item=4, keys=None
+    cfg,
+    new,
+    cached,
+    K=None,
+    H=None,
+    norms=None,
+    tables=None,
+    lookups=0,
+    ops=2,
+    item=4,
+    keys=None,
+    mlp=3,
+    out=2,
+    held=None,
+    products=2,
 ):
     """The right answer, with the places where one goes wrong as arguments."""
     K, H = K or cfg.K, H or cfg.H
     norms = 2 * cfg.layers + 1 if norms is None else norms
     tables = tables or (1 if cfg.tie_embeddings else 2)
     keys = new + cached if keys is None else keys
-    matrices = cfg.layers * (cfg.embed * H * (2 * cfg.heads + 2 * K) + 3 * cfg.embed * cfg.mlp)
+    matrices = cfg.layers * (cfg.embed * H * (out * cfg.heads + 2 * K) + mlp * cfg.embed * cfg.mlp)
     table = cfg.vocab * cfg.embed
     flops = new * (ops * (matrices + (1 + lookups) * table))
-    flops += new * cfg.layers * 2 * ops * cfg.heads * H * keys
+    flops += new * cfg.layers * products * ops * cfg.heads * H * keys
     parameters = matrices + norms * cfg.embed + tables * table
-    return parameters, cfg.layers * (new + cached) * K * H * item, flops
+    return parameters, cfg.layers * (held or new + cached) * K * H * item, flops
 
 
 @count.mutant(
@@ -1203,379 +1439,49 @@ def half_the_square(cfg, new, cached):
     return cost(cfg, new, cached, keys=cached + (new + 1) / 2)
 
 
-# ------------------------------------------------------------------------------------- window
-
-window = Exercise(
-    "04.window",
-    title="A cache that forgets",
-    function="attend_window",
-    minutes=40,
-    points=20,
-    statement="""
-A cache that keeps every token grows with the text. Several models have layers in which a token sees only the last few
-thousand tokens. Such a layer needs no cache longer than that, however long the text gets. Design it.
-
-Write `attend_window(q_BTNH, k_BTKH, v_BTKH, cache, window)`. It reads T new tokens of each of B texts, which may be the
-first ones, a whole prompt or a single token, and returns `(out_BTNH, cache)`.
-
-- A token at position $t$ sees positions $t - \\text{window} + 1$ to $t$ of its own text, as far as they exist, in
-  whatever pieces they were read. Scores are divided by $\\sqrt{H}$, and heads are shared as in exercise 04.gqa. You may
-  use `jax.nn.dot_product_attention`.
-- The cache is `None` before the first call. After that it's any pytree of arrays that you like: the next call gets what
-  you returned. Each text has a cache of its own, and all B texts of a batch are equally long.
-- It takes at most the bytes that the keys and values of `window` tokens take in their own dtype, plus 256. Its shapes
-  and dtypes never change, so one compiled function reads one token after another.
-- What is kept isn't moved. If a call reads T tokens, at most the keys and values of T tokens change in the cache.
-- The checks run your function under `jax.jit`, with `window` a Python int.
-""",
-    hints=(
-        "With a window of 3, write down which tokens the cache holds after each of the first seven tokens. Which token "
-        "does each new one replace? Then read the same seven in pieces of two and of five.",
-        "Give position p a slot of its own choice among `window`, by its remainder. From the number of tokens read so "
-        "far, you can compute which position each slot holds now. The mask only compares positions. When a piece has "
-        "several tokens, must its first token still see something that its last one replaces?",
-        "Keep keys, values and the count. Slot j holds position `newest - (newest - j) % window`, and nothing if that "
-        "is negative. Attend to the cache and the new tokens side by side, with a mask `0 <= t - position < window`. "
-        "Only then write the last `window` new tokens, with `.at[:, positions % window].set(...)`.",
-    ),
-)  # fmt: skip
+@count.mutant("You count two matrices in the feed-forward. It has three: gate, up and down.")
+def two_matrices(cfg, new, cached):
+    return cost(cfg, new, cached, mlp=2)
 
 
-def window_text(t, length, B=2, N=6, K=2, dtype=jnp.float32):
-    """(q, k, v) of whole texts."""
-    heads = (N, K, K)
-    return [vectors(t, (B, length, n, 8), dtype, 2.0) for n in heads]
+@count.mutant("You left out the output projection, which leads from N*H back to D.")
+def no_output_projection(cfg, new, cached):
+    return cost(cfg, new, cached, out=1)
 
 
-def windowed(q_BTNH, k_BSKH, v_BSKH, window):
-    """Attention of whole texts in float64."""
-    q, k, v = (np.asarray(x).astype(np.float64) for x in (q_BTNH, k_BSKH, v_BSKH))
-    group = q.shape[2] // k.shape[2]
-    k, v = np.repeat(k, group, axis=2), np.repeat(v, group, axis=2)
-    scores = np.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(q.shape[-1])
-    age = np.arange(q.shape[1])[:, None] - np.arange(q.shape[1])
-    scores = np.where((age >= 0) & (age < window), scores, -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
-    return np.einsum("bnts,bsnh->btnh", weights, v)
+@count.mutant("You count one norm in each layer. There are two, one before each half.")
+def one_norm_per_layer(cfg, new, cached):
+    return cost(cfg, new, cached, norms=cfg.layers + 1)
 
 
-def read_pieces(fn, text, window, lengths):
-    """What fn returns for a text read in pieces: the outputs joined, the caches, the traces."""
-    traces = []
-
-    def counted(*args):
-        traces.append(None)
-        return fn(*args, window)
-
-    # Many small programs run once: optimising them takes longer than running them.
-    step = jax.jit(counted, compiler_options={"xla_backend_optimization_level": 0})
-    cache, outs, caches, begin = None, [], [], 0
-    for length in lengths:
-        out, cache = step(*(x[:, begin : begin + length] for x in text), cache)
-        outs.append(np.asarray(out))
-        caches.append(cache)
-        begin += length
-    return np.concatenate(outs, axis=1), caches, len(traces)
+@count.mutant("Your cache holds the new tokens alone. It also holds those that were in it before.")
+def cache_of_new_tokens(cfg, new, cached):
+    return cost(cfg, new, cached, held=new)
 
 
-def sees_its_window(t, fn, window, lengths, **sizes):
-    text = window_text(t, sum(lengths), **sizes)
-    got, _, traces = read_pieces(fn, text, window, lengths)
-    why = f"window {window}, read in pieces of {', '.join(map(str, lengths))}"
-    t.close(got, windowed(*text, window), rtol=1e-4, atol=1e-5, dtype=jnp.float32, why=why)
-    return traces
-
-
-@window.check("one token at a time, by one program")
-def _(fn, t):
-    traces = sees_its_window(t, fn, 4, [1] * 11)
-    why = f"11 single tokens took {traces} traces: the first has no cache, the others are alike"
-    t.true(traces <= 2, why, observed=traces)
-
-
-@window.check("a prompt longer than the window, then single tokens")
-def _(fn, t):
-    sees_its_window(t, fn, 4, [9, 1, 1, 1, 1, 1, 1])
-
-
-@window.check("pieces shorter than the window, as long, and longer")
-def _(fn, t):
-    sees_its_window(t, fn, 3, [2, 3, 2, *(int(n) for n in t.rng.permutation([7, 3])), 2], K=3)
-
-
-@window.check("a window of one token")
-def _(fn, t):
-    sees_its_window(t, fn, 1, [2, 1, 1], B=1)
-
-
-@window.check("a window longer than the text")
-def _(fn, t):
-    sees_its_window(t, fn, 12, [3, 3, 3], B=3, K=1)
-
-
-@window.check("bfloat16, and a small cache in which little moves")
-def _(fn, t):
-    lengths = [9, 1, 1, 1, 1]
-    text = window_text(t, sum(lengths), dtype=jnp.bfloat16)
-    got, caches, _ = read_pieces(fn, text, 4, lengths)
-    want = windowed(*text, 4)
-    t.close(got, want, rtol=0.03, atol=0.05, dtype=jnp.bfloat16, why="window 4, in bfloat16")
-    sizes = [sum(x.nbytes for x in jax.tree.leaves(cache)) for cache in caches]
-    token = 2 * text[1][:, 0].nbytes
-    why = f"bytes of the cache after each piece are {sizes}; {4 * token} hold 4 tokens"
-    t.true(max(sizes) <= 4 * token + 256, why, observed=sizes)
-    shapes = [str(jax.tree.map(lambda x: (x.shape, str(x.dtype)), cache)) for cache in caches]
-    t.equal(shapes, shapes[:1] * len(shapes), why="shapes and dtypes of the cache")
-    changed = []
-    for before, after in itertools.pairwise(caches):
-        pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-        pairs = [(np.asarray(x), np.asarray(y)) for x, y in pairs if x.dtype == jnp.bfloat16]
-        changed.append(sum(int(np.sum(x != y)) for x, y in pairs))
-    why = f"numbers of the cache that changed with each token are {changed}; it has {token // 2}"
-    t.true(max(changed) <= token // 2, why, observed=changed)
-
-
-def ring(
-    q, k, v, cache, window, *, sees=None, slots=None, last=True, size=None, held=None,
-    step=None, dtype=None, scale=None, grouping=None,
-):  # fmt: skip
-    """The right answer, with what one gets wrong as arguments."""
-    B, T, K, H = k.shape
-    size = size or window
-    if cache is None:
-        empty = jnp.zeros((B, size, K, H), dtype or k.dtype)
-        cache = empty, empty, jnp.int32(0)
-    k_old, v_old, count = cache
-    newest = count - 1
-    slot = jnp.arange(size)
-    held_W = held(count, slot) if held else newest - (newest - slot) % size
-    new = count + jnp.arange(T)
-    s = jnp.concatenate([held_W, new])
-    is_new = jnp.arange(size + T) >= size
-    age = new[:, None] - s
-    seen = (age >= 0) & (age < window) & (s >= 0)
-    if sees:
-        seen = sees(age, s, is_new)
-    parts = k_old.astype(k.dtype), k
-    k_all, v_all = jnp.concatenate(parts, 1), jnp.concatenate([v_old.astype(v.dtype), v], 1)
-    if grouping:
-        k_all, v_all = grouping(k_all), grouping(v_all)
-    out = jax.nn.dot_product_attention(q, k_all, v_all, mask=seen[None, None], scale=scale)
-    keep = min(T, size)
-    where = (slots(count, new) if slots else new % size)[-keep:]
-    if last:
-        k, v = k[:, -keep:], v[:, -keep:]
-    else:
-        k, v = k[:, :keep], v[:, :keep]
-    cache = (
-        k_old.at[:, where].set(k.astype(k_old.dtype)),
-        v_old.at[:, where].set(v.astype(v_old.dtype)),
-    )
-    return out, (*cache, count + (T if step is None else step))
-
-
-def joined(q, k, v, cache, window, keep):
-    """A cache in the order of the text, that keeps the last `keep` tokens, or all."""
-    if cache is not None:
-        k, v = jnp.concatenate([cache[0], k], 1), jnp.concatenate([cache[1], v], 1)
-    T, S = q.shape[1], k.shape[1]
-    age = jnp.arange(S - T, S)[:, None] - jnp.arange(S)
-    seen = (age >= 0) & (age < window)
-    out = jax.nn.dot_product_attention(q, k, v, mask=seen[None, None])
-    return out, (k[:, -keep:], v[:, -keep:])
-
-
-@window.mutant(
-    "Your cache keeps every token, and only the mask forgets. Tokens that no one will see again need no memory."
+@count.mutant(
+    "You count one product with the cache. There are two: queries with keys, and weights with values."
 )
-def keeps_all(q, k, v, cache, window):
-    return joined(q, k, v, cache, window, 10**6)
+def scores_alone(cfg, new, cached):
+    return cost(cfg, new, cached, products=1)
 
 
-@window.mutant(
-    "Your cache grows until the window is full. Under `jax.jit` each length is another shape, and another compilation. "
-    "Make it full-sized from the start, and mask what isn't filled."
+@count.mutant("You left out the product that gives the logits, D by V for each new token.")
+def no_logits(cfg, new, cached):
+    return cost(cfg, new, cached, lookups=-1)
+
+
+@count.mutant(
+    "With tied embeddings you left out the logits' product. One table is stored, and it is multiplied "
+    "all the same."
 )
-def grows(q, k, v, cache, window):
-    return joined(q, k, v, cache, window, window)
+def tied_logits_for_nothing(cfg, new, cached):
+    return cost(cfg, new, cached, lookups=-1 if cfg.tie_embeddings else 0)
 
 
-@window.mutant(
-    "You move all the kept tokens along when a new one comes. That reads and writes the whole window for each token. "
-    "Put the new token where the one that nobody will see again is stored."
+@count.mutant(
+    "You count the FLOPs of training, three times those of a forward pass. This only reads."
 )
-def shifts(q, k, v, cache, window):
-    B, T, K, H = k.shape
-    if cache is None:
-        empty = jnp.zeros((B, window, K, H), k.dtype)
-        cache = empty, empty, jnp.int32(0)
-    k_all, v_all = (jnp.concatenate([old, new], 1) for old, new in zip(cache, (k, v), strict=False))
-    position = cache[2] + jnp.arange(-window, T)
-    age = position[window:, None] - position
-    seen = (age >= 0) & (age < window) & (position >= 0)
-    out = jax.nn.dot_product_attention(q, k_all, v_all, mask=seen[None, None])
-    return out, (k_all[:, -window:], v_all[:, -window:], cache[2] + T)
-
-
-@window.mutant(
-    "Your tokens see one token too many. The window counts the token itself: it sees `window - 1` before it."
-)
-def one_too_many(q, k, v, cache, window):
-    def sees(age, s, is_new):
-        return (age >= 0) & (age <= window) & (s >= 0)
-
-    return ring(q, k, v, cache, window, size=window + 1, sees=sees)
-
-
-@window.mutant(
-    "Your tokens see one token too few. The window counts the token itself, and `window - 1` before it."
-)
-def one_too_few(q, k, v, cache, window):
-    def sees(age, s, is_new):
-        return (age >= 0) & (age < max(1, window - 1)) & (s >= 0)
-
-    return ring(q, k, v, cache, window, sees=sees)
-
-
-@window.mutant(
-    "Your new tokens see all others that are read with them, the later ones too. That's the leak of section 4."
-)
-def sees_later_ones(q, k, v, cache, window):
-    def sees(age, s, is_new):
-        return (is_new | (age >= 0)) & (age < window) & (s >= 0)
-
-    return ring(q, k, v, cache, window, sees=sees)
-
-
-@window.mutant(
-    "Among tokens that are read together you mask only the later ones. In a piece longer than the window, the first "
-    "tokens are too old for the last ones."
-)
-def no_window_in_a_piece(q, k, v, cache, window):
-    def sees(age, s, is_new):
-        return (age >= 0) & (is_new | (age < window)) & (s >= 0)
-
-    return ring(q, k, v, cache, window, sees=sees)
-
-
-@window.mutant(
-    "Every token of a piece sees the whole cache. For the first one that's right; for each later one, the oldest token "
-    "in the cache has left the window."
-)
-def whole_cache(q, k, v, cache, window):
-    def sees(age, s, is_new):
-        oldest = jnp.maximum(age[:1] - window + 1, 0) == 0
-        return (age >= 0) & jnp.where(is_new, age < window, oldest) & (s >= 0)
-
-    return ring(q, k, v, cache, window, sees=sees)
-
-
-@window.mutant(
-    "Slots that are still empty take part in the softmax: a key of zeros has a score of 0, which isn't a weight of 0. "
-    "Mask them."
-)
-def sees_empty_slots(q, k, v, cache, window):
-    def sees(age, s, is_new):
-        return (age >= 0) & (age < window)
-
-    return ring(q, k, v, cache, window, sees=sees)
-
-
-@window.mutant(
-    "You write the new tokens into the cache before you attend. The last of them replace tokens that the first of them "
-    "still see. Read first, then write."
-)
-def writes_first(q, k, v, cache, window):
-    B, T, K, H = k.shape
-    if cache is None:
-        empty = jnp.zeros((B, window, K, H), k.dtype)
-        cache = empty, empty, jnp.int32(0)
-    k_ring, v_ring, count = cache
-    new = count + jnp.arange(T)
-    slots = new[-window:] % window
-    k_ring = k_ring.at[:, slots].set(k[:, -window:])
-    v_ring = v_ring.at[:, slots].set(v[:, -window:])
-    newest = count + T - 1
-    held = newest - (newest - jnp.arange(window)) % window
-    age = new[:, None] - held
-    seen = (age >= 0) & (age < window) & (held >= 0)
-    out = jax.nn.dot_product_attention(q, k_ring, v_ring, mask=seen[None, None])
-    return out, (k_ring, v_ring, count + T)
-
-
-@window.mutant(
-    "You count calls, not tokens. A call that reads T tokens moves the next position by T."
-)
-def counts_calls(q, k, v, cache, window):
-    return ring(q, k, v, cache, window, step=1)
-
-
-@window.mutant(
-    "Of a piece longer than the window you keep the beginning. The next token sees the end of it."
-)
-def keeps_the_beginning(q, k, v, cache, window):
-    return ring(q, k, v, cache, window, last=False)
-
-
-@window.mutant(
-    "You write each piece to the beginning of the cache. It belongs in the slots of the oldest tokens; where those are "
-    "depends on how many were read before."
-)
-def writes_to_the_front(q, k, v, cache, window):
-    def slots(count, new):
-        return (new - count) % window
-
-    return ring(q, k, v, cache, window, slots=slots)
-
-
-@window.mutant(
-    "Your mask takes the slots for the text's order, oldest first. Once the cache is full, the oldest token is in "
-    "another slot after each call."
-)
-def takes_slots_for_order(q, k, v, cache, window):
-    def held(count, slot):
-        return jnp.where(count < window, jnp.where(slot < count, slot, -1), count - window + slot)
-
-    return ring(q, k, v, cache, window, held=held)
-
-
-@window.mutant(
-    "Your cache is float32 though keys and values are bfloat16, which takes twice the memory. Keep their own dtype."
-)
-def wide_cache(q, k, v, cache, window):
-    return ring(q, k, v, cache, window, dtype=jnp.float32)
-
-
-@window.mutant(
-    "Your query heads take turns: head n uses key head n % K. Heads of a group are neighbours, n // G, as in 04.gqa."
-)
-def heads_take_turns(q, k, v, cache, window):
-    def grouping(x):
-        return jnp.tile(x, (1, 1, q.shape[2] // x.shape[2], 1))
-
-    return ring(q, k, v, cache, window, grouping=grouping)
-
-
-@window.mutant("You don't divide the scores by the root of H.")
-def not_divided(q, k, v, cache, window):
-    return ring(q, k, v, cache, window, scale=1.0)
-
-
-@window.mutant(
-    "Your cache has as many slots as the first piece has tokens. A short prompt then shortens the window for the whole "
-    "text; only `window` decides."
-)
-def as_long_as_the_prompt(q, k, v, cache, window):
-    size = min(window, q.shape[1]) if cache is None else cache[0].shape[1]
-    return ring(q, k, v, cache, window, size=size)
-
-
-@window.mutant(
-    "A window of one token leaves your cache without a slot, and you divide by the number of slots. Treat an empty "
-    "cache apart, or keep one slot more than you need."
-)
-def no_slot_for_one(q, k, v, cache, window):
-    if window == 1:
-        raise ZeroDivisionError("integer modulo by zero")
-    return ring(q, k, v, cache, window, size=window - 1)
+def training(cfg, new, cached):
+    parameters, size, flops = cost(cfg, new, cached)
+    return parameters, size, 3 * flops

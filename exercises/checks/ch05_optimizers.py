@@ -570,6 +570,17 @@ def check_rates(fn, t, why, steps, warmup, decay, until=None, share=0.1):
     until = until or steps
     got = fn(jnp.arange(until), steps, peak, warmup, decay, share * peak)
     want = wsd_by_hand(steps, peak, warmup, decay, share * peak, until)
+    if np.shape(got) == want.shape:
+        step, begin = np.arange(until), max(warmup, steps - decay)
+        off = np.abs(np.asarray(got) - want) > 1e-5 * peak
+        phases = {
+            "the warm-up": step < warmup,
+            "the stable phase": (step >= warmup) & (step <= begin),
+            "the decay": (step > begin) & (step < steps),
+            "what comes after the run": step >= steps,
+        }
+        wrong = [name for name, within in phases.items() if (off & within).any()]
+        why += f"; off in {' and in '.join(wrong)}" if wrong else ""
     t.close(got, want, rtol=1e-5, atol=1e-6 * peak, why=why, dtype=np.float32)
 
 
