@@ -112,7 +112,8 @@ def _(fn, t):
 def _(fn, t):
     args = draw_stack(t)
     count = t.primitives(fn, *args).count("dot_general")
-    t.equal(count, 2, why="products in the jaxpr: those of one layer")
+    why = f"products in the jaxpr, want those of one layer; the stack has {len(args[1]['up'])}"
+    t.equal(count, 2, why=why)
 
 
 @remat_policy.check("what is kept")
@@ -122,6 +123,13 @@ def _(fn, t):
     kept = residual_bytes(fn, x, weights) - tree_bytes(weights)
     want = 4 * L * X * (D + F)
     why = f"{kept} bytes are kept in addition to the weights, want {want} for L={L}, X={X}, D={D}, F={F}"
+    fits = [
+        f"{a} of [X, D] and {b} of [X, F]"
+        for b in range(9)
+        for a in range(9)
+        if kept == 4 * L * X * (a * D + b * F)
+    ]
+    why += f"; that is {fits[0]} for each layer" if fits else ""
     t.true(kept == want, why=why, observed=kept / want)
 
 
@@ -129,7 +137,11 @@ def _(fn, t):
 def _(fn, t):
     args = draw_stack(t)
     count = t.primitives(grad_of(fn), *args).count("dot_general")
-    t.equal(count, 7, why="products in the gradient's jaxpr")
+    again = (
+        f", so {count - 6} of a layer's forward products are computed again" if count > 6 else ""
+    )
+    why = f"products in the gradient's jaxpr; without `jax.checkpoint` there are 6{again}"
+    t.equal(count, 7, why=why)
 
 
 def a_stack(x, weights, *, policy=None, inner=True, outer=False, mark="a"):
@@ -282,7 +294,8 @@ def _(fn, t):
         args = draw_normed(t, L)
         got, want = fn(*args), jax.jit(right_normed)(*args)
         t.equal(len(got), 2, why="how many values are returned")
-        t.close(got[1], want[1], rtol=1e-3, atol=1e-4, why="the mean squares")
+        mistakes = {"Those are sums": want[1] * args[0].size, "Those are roots": jnp.sqrt(want[1])}
+        t.close(got[1], want[1], rtol=1e-3, atol=1e-4, why="the mean squares", mistakes=mistakes)
         t.close(got[0], want[0], rtol=1e-3, atol=1e-4, why="the last layer's result")
 
 
@@ -443,7 +456,7 @@ def draw_tokens(t, X=24, D=6, V=50, scale=1.0, dtype=np.float32):
 
 
 def right_nll(x, w, targets):
-    """(loss, gradient of x, gradient of w) in float64."""
+    """(loss, gradient of x, gradient of w, sum of normalizers, each token's loss) in float64."""
     x, w = (np.asarray(a.astype(jnp.float32), np.float64) for a in (x, w))
     logits = x @ w
     top = logits.max(1, keepdims=True)
@@ -455,7 +468,8 @@ def right_nll(x, w, targets):
     g = p / total
     g[rows, targets[counts]] -= 1
     g[~counts] = 0
-    return nll[counts].sum(), g @ w.T, x.T @ g
+    normalizers = (np.log(total) + top)[:, 0]
+    return nll[counts].sum(), g @ w.T, x.T @ g, normalizers[counts].sum(), nll
 
 
 @chunked_loss.check("values and gradients")
@@ -465,7 +479,16 @@ def _(fn, t):
     for chunks in (1, 6):
         both = jax.value_and_grad(lambda x, w, c=chunks: fn(x, w, targets, c), argnums=(0, 1))
         got, grads = jax.jit(both)(x, w)
-        t.close(got, want[0], rtol=1e-4, atol=1e-3, dtype="float32", why=f"{chunks} chunks")
+        mistakes = {
+            "That is the mean over tokens: return the sum": want[0] / len(x),
+            "That is the mean over chunks: return the sum": want[0] / chunks,
+            "The sign is wrong": -want[0],
+            "That is the sum of the normalizers: the targets' logits are to be subtracted": want[3],
+            "Only the first chunk counts": want[4][: len(x) // chunks].sum(),
+            "Only the last chunk counts": want[4][-len(x) // chunks :].sum(),
+        }
+        why = f"{chunks} chunks"
+        t.close(got, want[0], rtol=1e-4, atol=1e-3, dtype="float32", why=why, mistakes=mistakes)
         t.close(grads[0], want[1], rtol=1e-3, atol=1e-3, why=f"the gradient of x, {chunks} chunks")
         t.close(grads[1], want[2], rtol=1e-3, atol=1e-3, why=f"the gradient of w, {chunks} chunks")
 
@@ -478,7 +501,15 @@ def _(fn, t):
     targets[-2:] = 0, 7
     want = right_nll(x, w, targets)
     got, grad = jax.jit(jax.value_and_grad(lambda x, w: fn(x, w, targets, 6)))(x, w)
-    t.close(got, want[0], rtol=1e-4, atol=1e-3, why="the loss, many targets -1")
+    mistakes = {
+        "Targets of -1 count as the last token": want[4].sum(),
+        "Targets of -1 count with their normalizer": want[0]
+        + right_nll(x, w, 0 * targets)[3]
+        - want[3],
+        "Targets of -1 count as token 0": right_nll(x, w, np.maximum(targets, 0))[0],
+        "Targets of 0 don't count": want[4][targets > 0].sum(),
+    }
+    t.close(got, want[0], rtol=1e-4, atol=1e-3, why="the loss, many targets -1", mistakes=mistakes)
     t.close(grad, want[1], rtol=1e-3, atol=1e-3, why="the gradient of x, many targets -1")
 
 
@@ -738,11 +769,23 @@ def right_mean(params, parts):
 
 @f32_accumulators.check("a few microbatches")
 def _(fn, t):
-    for M in (1, 5):
+    for M in (5, 1):
         params, parts = draw_parts(t, M)
         got = fn(linear_grads, params, parts)
         t.equal(sorted(got), ["b", "w"], why="the leaves of the result")
-        t.close(got["w"], right_mean(params, parts), rtol=1e-2, why=f"the mean over {M} parts")
+        x, mask = (np.asarray(a, np.float64) for a in parts)
+        sums, counts, b = (mask[..., None] * x).sum(1), mask.sum(1), float(params["b"])
+        mistakes = {
+            "That is the sum: divide by the number of tokens": b * sums.sum(0),
+            "That is divided by the number of microbatches, not of tokens": b * sums.mean(0),
+            "That is the mean of the microbatches' means": b * (sums / counts[:, None]).mean(0),
+            "That is divided by tokens and by microbatches": b * sums.mean(0) / counts.sum(),
+            "That is the last microbatch's alone": b * sums[-1] / counts[-1],
+            "All rows count, masked or not": b * sums.sum(0) / mask.size,
+        }
+        want = right_mean(params, parts)
+        why = f"the mean over {M} parts"
+        t.close(got["w"], want, rtol=1e-2, why=why, mistakes=mistakes)
 
 
 @f32_accumulators.check("the types of the parameters")
@@ -968,13 +1011,35 @@ def plan_as_numbers(plan):
     return [0, 0, 0] if plan is None else [1 + (plan[0] == "full"), int(plan[1]), int(plan[2])]
 
 
+def fate(plan, sizes, seconds, memory, rows):
+    """What a plan needs, and which moment decides."""
+    remat, M, offload = plan
+    if remat not in ("none", "full") or M not in range(1, rows + 1) or rows % M:
+        return f"{plan} is not one of the plans: M divides {rows}"
+    P, O = sizes["parameters"], sizes["optimizer"]
+    always, update = P + (0 if offload else O), P + (O if offload else 0)
+    loss = (sizes[f"kept_{remat}"] + sizes["logits"]) / M + (P if M > 1 else 0)
+    time = seconds["forward"] * (3 + (remat == "full")) + (M - 1) * seconds["microbatch"]
+    time += 2 * offload * seconds["transfer"]
+    when = "at the loss" if loss > update else "at the update"
+    fits = "doesn't fit" if always + max(loss, update) > memory else "fits"
+    return f"{plan} {fits}: its peak is {always + max(loss, update):,.10g}, {when}. It takes {time:.4g} s"
+
+
 def planned(t, fn, *cases):
     """A case is (sizes, seconds, memory, rows, why). All plans are observed: two mistakes often agree on one."""
     plans = [fn(*case[:4]) for case in cases]
+    for plan in plans:
+        why = f"got {plan}, want (remat, microbatches, offload), of which the first is a string"
+        t.true(plan is None or isinstance(plan[0], str), why, str(plan))
     seen = np.array([plan_as_numbers(plan) for plan in plans], float)
     for got, (sizes, seconds, memory, rows, why) in zip(plans, cases, strict=True):
         want = all_plans(sizes, seconds, memory, rows)
         text = f"{why}: got {got}, want {want} for {sizes}, {seconds}, memory {memory}, {rows} rows"
+        told = [
+            fate(plan, sizes, seconds, memory, rows) for plan in (got, want) if plan is not None
+        ]
+        text = ". ".join([text, *told])
         t.true(plan_as_numbers(got) == plan_as_numbers(want), text, seen)
 
 

@@ -306,8 +306,28 @@ def reduces(fn, t, M, N, dtype=jnp.float32, shift=0.0, **block):
     text = ", ".join(
         [f"of [{M}, {N}] {jnp.dtype(dtype).name}", *(f"{k}={n}" for k, n in block.items())]
     )
-    t.close(got[0], wide.sum(0, keepdims=True), 1e-4, 1e-2, f"sums {text}", np.float32)
-    t.close(got[1], wide.max(0, keepdims=True), 1e-6, 1e-6, f"maxima {text}", np.float32)
+    sums, maxima = wide.sum(0, keepdims=True), wide.max(0, keepdims=True)
+    rows = block.get("block_M", 32)
+    first, last = wide[:rows], wide[(M - 1) // rows * rows :]
+    mistakes = {
+        "Those are means": sums / M,
+        "Those are the maxima: sums come first": maxima,
+        "Only the first block of rows counts": first.sum(0, keepdims=True),
+        "Only the last block of rows counts": last.sum(0, keepdims=True),
+        "The last block of rows is missing": sums - last.sum(0, keepdims=True),
+    }
+    t.close(got[0], sums, 1e-4, 1e-2, f"sums {text}", np.float32, mistakes)
+    mistakes = {
+        "Those are minima": wide.min(0, keepdims=True),
+        "Those are the sums": sums,
+        "They are at least 0: does the maximum begin at 0, or is it 0 past the end?": np.maximum(
+            maxima, 0
+        ),
+        "Only the first block of rows counts": first.max(0, keepdims=True),
+        "Only the last block of rows counts": last.max(0, keepdims=True),
+        "That is the largest absolute value": np.abs(wide).max(0, keepdims=True),
+    }
+    t.close(got[1], maxima, 1e-6, 1e-6, f"maxima {text}", np.float32, mistakes)
     return run
 
 
@@ -694,7 +714,17 @@ def soft(fn, t, x, why, **block):
     want = exps / np.where(total == 0, 1, total)
     # One rounding to bfloat16 moves a number by up to 1/256 of it.
     rtol = 4.2e-3 if x.dtype == jnp.bfloat16 else 1e-4
-    t.close(got, want, rtol, 1e-7, why, x.dtype)
+    with np.errstate(all="ignore"):
+        block_rows = block.get("block_M", 8)
+        parts = [exps[i : i + block_rows] for i in range(0, len(exps), block_rows)]
+        mistakes = {
+            "Those are exponentials that aren't divided by their sum": exps,
+            "They are divided by the sum of the whole block": np.concatenate([p / p.sum() for p in parts]),
+            "That is a softmax of columns": np.exp(wide) / np.exp(wide).sum(0, keepdims=True),
+            "That is the softmax's logarithm": np.log(want),
+            "They are divided by N, not by the sum": exps / wide.shape[1],
+        }  # fmt: skip
+    t.close(got, want, rtol, 1e-7, why, x.dtype, mistakes)
     return run
 
 
@@ -888,6 +918,12 @@ def takes(fn, t, V, D, ids, infinite=()):
     want = np.where(real[:, None], np.asarray(table)[ids.clip(0, V - 1)], 0)
     why = f"rows {ids.tolist()} of [{V}, {D}]"
     why += "; the first and the last row of the table begin with inf" if infinite else ""
+    if got.shape == want.shape and (off := (np.asarray(got) != want).any(axis=1)).any():
+        row = int(np.flatnonzero(off)[0])
+        same = np.flatnonzero((np.asarray(table) == np.asarray(got)[row]).all(axis=1)).tolist()
+        found = f"row {same[0]} of the table" if same else "no row of the table"
+        found = found if np.asarray(got)[row].any() else "zeros"
+        why += f". Row {row} of the result is {found}; its id is {ids[row]}"
     t.close(got, want, 0, 0, why, np.float32)
     return run
 

@@ -92,7 +92,16 @@ def multiplies(fn, t, M, K, N, tiles, cores=1):
     x, w = numbers(t, M, K), numbers(t, K, N)
     got, run = simulate(t, lambda x, w: fn(x, w, tiles), x, w, cores=cores)
     text = f"[{M}, {K}] times [{K}, {N}] in tiles {tiles}"
-    t.close(got, wide(x) @ wide(w), 4e-3, 1e-3, text, BF16)
+    k = tiles[1]
+    last = (K - 1) // k * k
+    mistakes = {
+        "Only the first tile of K counts": wide(x)[:, :k] @ wide(w)[:k],
+        "Only the last tile of K counts": wide(x)[:, last:] @ wide(w)[last:],
+        "The last tile of K is missing": wide(x)[:, :last] @ wide(w)[:last],
+        "The first tile of K is missing": wide(x)[:, k:] @ wide(w)[k:],
+        "The last tile of K counts twice": wide(x) @ wide(w) + wide(x)[:, last:] @ wide(w)[last:],
+    }
+    t.close(got, wide(x) @ wide(w), 4e-3, 1e-3, text, BF16, mistakes)
     return run
 
 
@@ -334,7 +343,22 @@ def gates(fn, t, M, K, N, tiles, scale=1.0, cores=1):
     want = z / (1 + np.exp(-z)) * (wide(x) @ wide(up))
     text = f"M={M}, K={K}, N={N} in tiles {tiles}"
     # One rounding to bfloat16 moves a number by up to 1/256 of it, and more roundings by more.
-    t.close(got, want, 4.2e-3, 2e-3, text, BF16)
+    y, k = wide(x) @ wide(up), tiles[1]
+    last, silu = K - k, lambda z: z / (1 + np.exp(-z))
+    z_last, y_last = (wide(x)[:, last:] @ wide(w)[last:] for w in (gate, up))
+    with np.errstate(all="ignore"):
+        mistakes = {
+            "silu is applied to `up`: it belongs to the gate": z * silu(y),
+            "silu is applied to the product of both: it belongs to the gate": silu(z * y),
+            "silu is missing": z * y,
+            "That is the gate's sigmoid: silu(z) is z * sigmoid(z)": silu(z) / z * y,
+            "That is gelu of the gate": np.asarray(jax.nn.gelu(jnp.asarray(z))) * y,
+            "That is relu of the gate": np.maximum(z, 0) * y,
+            "Only the last tile of K counts": silu(z_last) * y_last,
+            "`up` has no part in it": silu(z),
+            "The two are added, not multiplied": silu(z) + y,
+        }
+    t.close(got, want, 4.2e-3, 2e-3, text, BF16, mistakes)
     return run
 
 
@@ -575,11 +599,32 @@ def choose_with(
 right = choose_with()
 
 
+def tiles_tell(tiles, told, M, K, N, budget):
+    """What tiles take and move, by the statement."""
+    if not all(n in LENGTHS and size % n == 0 for n, size in zip(tiles, (M, K, N), strict=True)):
+        return f"{tiles} is not a choice: lengths are among {LENGTHS} and divide"
+    m, k, n = tiles
+    vmem, steps = 4 * (m * k + k * n + m * n) + 4 * m * n, K // k
+    x_times, w_times = N // n if steps > 1 else 1, M // m if steps * (N // n) > 1 else 1
+    moved = 2 * (x_times * M * K + w_times * K * N + M * N)
+    fits = "which fit" if vmem <= budget else "which don't fit"
+    said = "" if told == moved else f" (not {told:,})"
+    return (
+        f"{tiles} take {vmem:,} bytes of VMEM, {fits}, and move {moved:,}{said}: x {x_times} times, w "
+        f"{w_times} times, in {M // m * (N // n) * steps:,} steps"
+    )
+
+
 def chooses(fn, t, *cases):
     """A case is (M, K, N, budget). All of them are observed: two mistakes often agree on one."""
     found = []
     for case in cases:
         got = fn(*case)
+        t.equal(
+            2 if got is None else len(got),
+            2,
+            why="results: the tiles (m, k, n), and the bytes moved",
+        )
         found.append((tuple(int(x) for x in got[0]), int(got[1])) if got is not None else None)
     wanted = [right(*case) for case in cases]
     seen = np.zeros((len(cases), 4))
@@ -588,6 +633,8 @@ def chooses(fn, t, *cases):
             row[:] = (*np.log2(np.maximum(got[0], 1)), got[1] / (want[1] if want else 1))
     for (M, K, N, budget), got, want in zip(cases, found, wanted, strict=True):
         text = f"got {got}, want {want}: M={M}, K={K}, N={N} and a budget of {budget:,} bytes"
+        for tiles, moved in filter(None, (got, want)):
+            text += f". {tiles_tell(tiles, moved, M, K, N, budget)}"
         t.true(got == want, text, seen)
 
 

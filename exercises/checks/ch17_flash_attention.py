@@ -140,6 +140,11 @@ def in_pieces(t, T, widths, H=5, scale=1.0, dtype=jnp.float32):
     return [(numbers(t, T, S, scale=scale), numbers(t, S, H, dtype=dtype)) for S in widths]
 
 
+def softmax_of(logits_TS):
+    exps = np.exp(logits_TS - logits_TS.max(1, keepdims=True))
+    return exps / exps.sum(1, keepdims=True)
+
+
 def pieces_are_right(fn, t, pieces, why, rtol=1e-4, atol=1e-5):
     logits = np.concatenate([np.asarray(a, np.float64) for a, _ in pieces], axis=1)
     values = np.concatenate([np.asarray(v, np.float64) for _, v in pieces])
@@ -151,8 +156,25 @@ def pieces_are_right(fn, t, pieces, why, rtol=1e-4, atol=1e-5):
     out = exps @ values / np.where(size == 0, 1, size)
     got = fn(pair for pair in pieces)
     t.equal(len(got), 2, why="how many results")
-    t.close(got[0], out, rtol, atol, f"output, {why}", np.float32)
-    t.close(got[1], lse, rtol, atol, f"logsumexp, {why}", np.float32)
+    first, last = (np.asarray(pieces[i][0], np.float64) for i in (0, -1))
+    v_first, v_last = (np.asarray(pieces[i][1], np.float64) for i in (0, -1))
+    with np.errstate(all="ignore"):
+        mistakes = {
+            "It isn't divided by the sum of exponentials": exps @ values,
+            "That is the first block's alone": softmax_of(first) @ v_first,
+            "That is the last block's alone": softmax_of(last) @ v_last,
+            "It is divided by the number of keys, not by the sum of exponentials": exps @ values / logits.shape[1],
+        }  # fmt: skip
+        lse_mistakes = {
+            "That is the maximum: the logarithm of the sum is missing": top[:, 0],
+            "That is the sum: the logarithm is missing": size[:, 0],
+            "That is the sum's logarithm to base 2, plus the maximum": top[:, 0]
+            + np.log2(size[:, 0]),
+            "The maximum is subtracted; it is to be added": np.log(size[:, 0]) - top[:, 0],
+            "It has the wrong sign": -lse,
+        }
+    t.close(got[0], out, rtol, atol, f"output, {why}", np.float32, mistakes)
+    t.close(got[1], lse, rtol, atol, f"logsumexp, {why}", np.float32, lse_mistakes)
 
 
 @online.check("one block")
@@ -447,7 +469,18 @@ def kinds_are_right(fn, t, *args):
     why = (
         f"T={T}, blocks of {block_q} queries and {block_kv} keys, window={window}, prefix={prefix}"
     )
-    t.equal(np.asarray(fn(*args)).tolist(), kinds_of_square(*args).tolist(), why=why)
+    got, want = np.asarray(fn(*args)), kinds_of_square(*args)
+    if got.shape == want.shape and (got != want).any():
+        i, j = (int(n) for n in np.argwhere(got != want)[0])
+        first, last = (i * block_q, j * block_kv), ((i + 1) * block_q - 1, (j + 1) * block_kv - 1)
+        last_q, last_kv = min(last[0], T - 1), min(last[1], T - 1)
+        beyond = f", and keys {T} to {last[1]} don't exist" if last[1] >= T else ""
+        why += (
+            f". Block [{i}][{j}] has queries {first[0]} to {last_q} and keys {first[1]} to {last_kv}{beyond}, so "
+            f"t - s goes from {first[0] - last_kv} to {last_q - first[1]}. The window has 0 to {window - 1}"
+        )
+        why += f", the prefix keys 0 to {prefix - 1}" if prefix else ""
+    t.equal(got.tolist(), want.tolist(), why=why)
 
 
 @block_mask.check("causal alone")
@@ -1173,8 +1206,24 @@ def _(fn, t):
     got = fn(*soft_without(logits, values), extra)
     t.equal(len(got), 2, why="how many results")
     want = soft_with_sinks(logits, values, extra)
-    t.close(got[0], want[0], 1e-4, 1e-5, "the output, for logits near 0", np.float32)
-    t.close(got[1], want[1], 1e-4, 1e-5, "the logsumexp, for logits near 0", np.float32)
+    out, lse = (np.asarray(x) for x in soft_without(logits, values))
+    sink = np.exp(extra) / np.exp(want[1])
+    mistakes = {
+        "That is the output as it was": out,
+        "It is divided by the keys' share, not multiplied": out / (1 - sink)[..., None],
+        "It is multiplied by the square of the keys' share": out * ((1 - sink) ** 2)[..., None],
+        "The sink has a value of 1: it should have none": want[0] + sink[..., None],
+    }
+    why = "the output, for logits near 0"
+    t.close(got[0], want[0], 1e-4, 1e-5, why, np.float32, mistakes)
+    mistakes = {
+        "That is the sum of both logarithms: the numbers that they belong to are added": lse
+        + extra,
+        "That is the larger of the two": np.maximum(lse, extra),
+        "That is their sum before the logarithm": np.exp(want[1]),
+    }
+    why = "the logsumexp, for logits near 0"
+    t.close(got[1], want[1], 1e-4, 1e-5, why, np.float32, mistakes)
 
 
 @sinks.check("large numbers")
@@ -1183,8 +1232,14 @@ def _(fn, t):
     logits, values = numbers(t, 1, 3, 5, 4) + shifts, numbers(t, 4, 3)
     extra = jnp.asarray([90.0, -90, -90, 90, 95])
     got, want = fn(*soft_without(logits, values), extra), soft_with_sinks(logits, values, extra)
-    t.close(got[0], want[0], 1e-3, 1e-6, "the output, for logits and sinks of +-90", np.float32)
-    t.close(got[1], want[1], 1e-4, 1e-5, "the logsumexp, for logits and sinks of +-90")
+    for name, g, w, rtol in (
+        ("output", got[0], want[0], 1e-3),
+        ("logsumexp", got[1], want[1], 1e-4),
+    ):
+        why = f"the {name}, for logits and sinks of +-90"
+        if not np.isfinite(np.asarray(g)).all():
+            why += ". exp(90) is more than float32 can hold: exponentiate only differences"
+        t.close(g, w, rtol, 1e-6, why, np.float32)
 
 
 @sinks.check("gradients")

@@ -757,6 +757,7 @@ def balances(fn, t, logits, k, mask, why, rtol=1e-4):
         f"It is the gradient times {text}": factor * gradient
         for text, factor in {
             "-1": -1.0,
+            "2": 2.0,
             "k": k,
             "1/k": 1 / k,
             "E": E,
