@@ -181,9 +181,18 @@ def sync(path: Path) -> None:
 
 
 def cache_dir() -> Path:
-    """Returns `$MINITEXT_CACHE`, or `~/.cache/minitext`; it need not exist yet."""
+    """Returns `$MINITEXT_CACHE`, or `~/.cache/minitext`; it need not exist yet.
+
+    Raises:
+        UserError: it's an address, or in the home of a user that there isn't.
+    """
     named = local_path(os.environ.get("MINITEXT_CACHE") or "~/.cache/minitext")
-    return Path(os.path.expanduser(named))
+    if (found := os.path.expanduser(named)).startswith("~"):
+        raise UserError(
+            f"the cache directory {named} is in no user's home: set the environment variable MINITEXT_CACHE to a "
+            "directory you can write to"
+        )
+    return Path(found)
 
 
 def fingerprint(*parts: Any) -> str:

@@ -2,9 +2,9 @@
 
 Importing takes longer than a short training. This process imports everything but starts no JAX backend, and forks one
 child for each line on its stdin: a JSON object with `args`, `output`, a file for the child's stdout and stderr, and
-`folder`, where it runs, and `env`, variables to set, or to unset if null. It answers with the child's process id and, when the child has ended, with its exit code
-(negative for a signal) and the seconds that processors spent on it. `args` are those of `minitext`, or `sh -c COMMAND`,
-or a Python script and its arguments.
+`folder`, where it runs, and `env`, variables to set, or to unset if null. It answers with the child's process id and,
+when the child has ended, with its exit code (negative for a signal) and the seconds that processors spent on it. `args`
+are those of `minitext`, or `sh -c COMMAND`, or a Python script and its arguments.
 """
 
 import atexit

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitext import files
+from minitext.errors import UserError
 
 
 @pytest.fixture
@@ -152,6 +153,9 @@ def test_of_two_that_write_a_cache_entry_the_first_provides_it(tmp_path):
 
 
 def test_a_cache_file_that_is_damaged_or_cannot_be_written_is_empty(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINITEXT_CACHE", "~nobodyhere/x")
+    with pytest.raises(UserError, match="~nobodyhere/x is in no user's home"):
+        files.cache_dir()
     monkeypatch.setenv("MINITEXT_CACHE", str(tmp_path / "cache"))
     assert files.read_cache("a.json") == {}
     files.write_cache("a.json", {"b": 1.5})

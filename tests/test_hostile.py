@@ -1,4 +1,4 @@
-"""Five hundred hostile command lines over all commands: each is refused in one line, quickly, and writes nothing."""
+"""Nine hundred hostile command lines over all commands: each is refused in one line, quickly, and writes nothing."""
 
 import os
 import shutil
@@ -281,10 +281,85 @@ LINES = [
     ["launch", "k8s", "--name", "a", "--image", "i", "--claim", "A_b", "--", "train"],
     ["goodput", "{run}", "--record", ""], ["goodput", "{run}", "--record", "a\nb"],
     ["llo", "matmul", "chip=v5e,"], ["llo", "matmul", "m=8", "m=16"], ["journey", "--budget", "inf"],
+    # Two things that are wrong, and numbers in all the forms that somebody may write.
+    *(["train", *words] for words in [
+        ["laptp", "model.headz=1"], ["train.steps=0", "optim.learning_rate=-1"], ["train..steps=3"], ["train.steps.=3"],
+        ["TRAIN.STEPS=3"], ["--train.steps=3"], ["train.steps=3 train.seed=1"], ["mesh.data=-1", "mesh.fsdp=-1"],
+        ["objective.kind=grpo"], ["objective=grpo"], ["data=5"], ["train={{steps: 3, seed: -1}}"], ["profile.port=1"],
+        ["profile.dump_hlo=true"], ["mesh.stage=3", "model.layers=4"], ["data.source=hf", "data.hf_name=/dev/zero"],
+    ]),
+    *(["train", f"train.steps={n}"] for n in ("1e999", "1:30", "0b2", ".5e1", "+-3", "\u0663", "*a", "-0", "-0.5")),
+    *(["train", f"{key}={n}"] for key in ("optim.learning_rate", "optim.clip_norm") for n in ("-0.0", "1e-400")),
+    ["train", "model.layers=\uff12"], ["train", "mesh.fsdp=\xbd"], ["llo", "matmul", "m=\u0663"],
+    ["compile", "target=v5e:2\u0663x2"], ["compile", "target=v5e:2x2", "slices=\u0662"],
+    ["config", "explain", "\u6a21"],
+    ["judge", "{kernel}", "--budget", "vmem=\u0663MiB"], ["judge", "{kernel}", "--budget", "vmem=1,vmem=2"],
+    ["launch", "k8s", "--name", "\uff41", "--image", "i", "--", "train"], ["predict-serving", "target=v5e:\uff12x2"],
+    ["journey", "--budget", "-0.0"], ["journey", "--tokens-per-parameter", "-0.0"], ["llo", "matmul", "m=-0"],
+    ["judge", "{kernel}", "--memory", "-0.0", "--seconds", "inf"], ["compile", "target=v5e:-2x2", "mesh.fsdp=0"],
+    [*GENERATE, "--chat", "y"], [*GENERATE, "--top-p", "0", "--top-k", "-1"],
+    ["serve", "{run}", "--max-num-seqs", "257", "--speculate", "17"], ["serve", "{run}", "--port", "65536"],
+    ["serve", "{run}", "--host", "256.1.1.1"], ["serve", "{run}", "--port", "0", "--tensor-parallel-size", "3"],
+    ["serve", "{run}", "--tensor-parallel-size", "1024", "--data-parallel-size", "1024"], ["serve", "{run}", "--port",
+     "0", "--adapter", "run={run}"], ["eval", "{run}", "--limit", "3"], ["eval", "{run}", "--tasks", ""],
+    ["eval", "{run}", "--tasks", "a.yaml", "train.steps=3"], ["memory", "mesh.tensor=3"], ["comms", "mesh.context=3"],
+    ["comms", "target=v5e:2x2", "mesh.data=3"], ["drill", "--kinds", "kill", "--faults", "1000", "train.steps=3"],
+    ["quantize", "{run}", "out", "--rules", "fp8", "--calibrate", "data"],
+    ["export", "{run}", "out", "--format", "peft"],
+    ["export", "{run}", "out", "--dtype", "bfloat16", "--license", ""], ["journey", "--stages", "sft,sft"],
+    # Control characters at the end, which a regular expression may overlook.
+    *([*words, "a\n"] for words in [["config", "explain"], ["generate", "--prompt", "x"], ["llo"], ["grade"]]),
+    ["roofline", "chip=v5e\n"], ["export", "{run}", "out\n"],
+    ["shard", "--plot", "a\n.svg"], ["launch", "slurm", "--name", "a\n", "--", "train"],
+    [*SLURM, "--time", "1:00:00\n#SBATCH --x", "--", "train"], ["launch", "k8s", "--name", "a", "--image", "i\nj", "--",
+     "train"],
+    # Devices, and file systems in which no folder can be made.
+    *(["train", f"config={path}"] for path in ("/dev/zero", "/dev/stdin", "/dev/tty", "/proc/self/mem", "/dev/full")),
+    *(["train", f"{key}={path}"] for key in ("train.executable", "checkpoint.load_parameters")
+      for path in ("/dev/zero", "/dev/full", "/proc/self/mem", "/proc/self")),
+    *(["train", *SMALL, f"run.dir={path}", "run.name=q"] for path in ("/proc/x", "/sys", "/dev/full", "/dev/null/x")),
+    ["train", *SMALL, "run.dir={home}", "run.name=q", "checkpoint.local_dir=/proc/x"],
+    *(["train", "data.source=files", f"data.path={path}"] for path in ("/dev/zero", "/proc/self/mem", "/dev")),
+    *([*words, path] for path in ("/proc/q", "/sys/q", "/dev/full", "/dev/null/q") for words in [
+        ["export", "{run}"], ["export", "{run}", "--format", "gguf"], ["quantize", "{run}"], ["import", "nowhere"],
+        ["data", "pack"], ["maxtext", "export", "{run}"], ["grade", "--start"],
+    ]),
+    *(["import", path, "out"] for path in ("/dev/zero", "/proc/self", "/proc/self/mem")),
+    *([name, path] for name in ("parity", "judge") for path in ("/dev/tty", "/proc/self")),
+    *(["compile", "target=v5e:2x2", "--save", path] for path in ("/dev/full", "/proc/x.bin", "/dev/null")),
+    *(["data", "preview", "byte", path] for path in ("/dev/zero", "/proc/self/environ")),
+    *(["grade", "01", option, path] for option in ("--json", "--gradescope") for path in ("/dev/full", "/proc/x.json")),
+    *(["grade", "--notebook", path] for path in ("/dev/zero", "/proc/self/mem")),
+    *(["drill", f"run.dir={path}"] for path in ("/proc/x", "/dev/null")), ["journey", "--run", "/proc/x"],
+    ["profile", "/proc"], ["eval", "/dev"], ["goodput", "/proc/self"], ["serve", "/proc/self"], ["chat", "/proc/self"],
+    ["sft", "{run}", "data.path=/dev/zero"], ["ppo", "/dev/full"],
+    ["quantize", "{run}", "--sweep", "--text", "/dev/zero"],
+    ["maxtext", "explain", "/dev/zero"], ["maxtext", "import", "/proc/self", "out", "model_name=llama2-7b"],
+    # What would change nothing.
+    *([name, "target=v5e:2x2", "mesh.simulate=8"] for name in ("predict-serving", "quantized", *PREDICTORS)),
+    ["roofline", "mesh.fsdp=4096"], ["optim", "memory", "mesh.fsdp=8"], ["shard", "mesh.simulate=8"],
+    ["memory", "train.global_batch=100000000000"], ["compile", "target=v5e:2x4", "train.global_batch=100000000000"],
+    *([*words, "--", "train", "config=nowhere.yml"]
+      for words in (SLURM, [*XPK, "--cluster", "c", "--tpu-type", "v5p-8"])),
+    ["profile", "{run}", "--rows", "3", "--json"], ["watch", "{run}", "--every", "3", "--once"],
+    ["grade", "04", "--all"], ["grade", "04", "--solutions", "--json", "x.json"], ["journey", "--plan", "--run", "x"],
     # Words that no command has.
     ["nonsense"], [""], ["--nonsense"], ["é"], ["config", "nonsense"], ["data", "pack"], ["doctor", "x"],
     ["config", "presets", "x"],
     ["optim", "memory", "laptp"],
+]  # fmt: skip
+
+
+# Variables of the environment, None for those that are unset, and a line.
+HERE = ["train", "train.steps=1", "run.dir={home}", "run.name=q"]
+ENVIRONMENTS = [
+    *(({"MINITEXT_CACHE": path}, HERE) for path in ("/proc/x", "gs://b/c", "/dev/null", "~nobodyhere/x", "a\nb")),
+    *(({"JAX_PLATFORMS": "nonsense"}, words) for words in (["memory"], ["doctor"], ["train", *SMALL])),
+    *(({"MINITEXT_LOCAL_DEVICES": n}, HERE) for n in ("abc", "-1")),
+    ({"MINITEXT_COORDINATOR": "nowhere:x", "MINITEXT_PROCESSES": "2"}, HERE),
+    ({"OMPI_COMM_WORLD_SIZE": "-3", "OMPI_COMM_WORLD_RANK": "x"}, HERE),
+    ({"COLUMNS": "-1", "TERM": "dumb"}, ["shard", "laptp"]),
+    ({"HOME": None, "MINITEXT_CACHE": None, "LANG": "C"}, ["train", "é"]),
 ]  # fmt: skip
 
 
@@ -339,8 +414,8 @@ def everything(folder):
     return {str(path) for path in Path(folder).rglob("*")}
 
 
-def test_there_are_five_hundred():
-    assert len(LINES) >= 500 and len({tuple(line) for line in LINES}) == len(LINES)
+def test_there_are_nine_hundred():
+    assert len(LINES) >= 900 and len({tuple(line) for line in LINES}) == len(LINES)
 
 
 SLICES = (
@@ -354,14 +429,15 @@ SLICES = (
 def test_each_is_refused_in_one_line(server, places, tmp_path, part):
     here = tmp_path / "here"
     here.mkdir()
-    lines, faults = LINES[part::SLICES], []
-    for line in lines:
+    cases, faults = [*(({}, line) for line in LINES), *ENVIRONMENTS][part::SLICES], []
+    for env, line in cases:
         before = everything(tmp_path) | everything(places["home"])
         began = time.monotonic()
         pid = server.start(
             *(word.format(**places) for word in line),
             output=places["home"] + "/output",
             folder=here,
+            env=env,
         )
         # Other work on the machine makes everything slower, and takes no seconds of the command's own.
         busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
@@ -377,7 +453,8 @@ def test_each_is_refused_in_one_line(server, places, tmp_path, part):
         # A configuration's problems are reported together, each in its line.
         one_line = 1 <= len(said) <= 2 and len(printed) < 1000
         one_line &= all(text.startswith("error: ") for text in said)
-        shown = " ".join(repr(word[:60]) for word in line if word not in SMALL)
+        words = [f"{name}={value}" for name, value in env.items()] + line
+        shown = " ".join(repr(word[:60]) for word in words if word not in SMALL)
         result = (
             f"{seconds:.1f} s, {server.seconds:.1f} of the processor, exit code {code}, {len(said)} lines, "
             f"{len(written)} files: {printed[-1000:]}"
@@ -386,4 +463,4 @@ def test_each_is_refused_in_one_line(server, places, tmp_path, part):
         quick = server.seconds < 5 and seconds < 5 * busy
         if code not in (2, 3) or not one_line or not quick or written:
             faults.append(f"{shown}: {result}{sorted(written)[:3]}")
-    assert not faults, f"{len(faults)} of {len(lines)}:\n" + "\n".join(faults)
+    assert not faults, f"{len(faults)} of {len(cases)}:\n" + "\n".join(faults)

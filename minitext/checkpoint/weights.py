@@ -101,8 +101,13 @@ def open_weights(path: Path | str) -> Weights:
             raise safetensors.pickle_error(pickle)
         raise UserError(f"{path} has no {SINGLE} and no {INDEX}: name a folder of weights")
     stored.check_regular(path)
-    with path.open("rb") as file:
-        first = file.read(4)
+    try:
+        with path.open("rb") as file:
+            first = file.read(4)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}): name a file or folder of weights"
+        ) from error
     if first == gguf.MAGIC or path.suffix == ".gguf":
         return Weights(path, *gguf.read_header(path))
     return Weights(path, *safetensors.read_header(path))

@@ -6,7 +6,9 @@ Chapters: 6.
 import json
 import os
 import stat
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -44,7 +46,14 @@ def check_run(path: str) -> str:
 def check_new(path: str) -> str:
     """Refuses what can't be a new folder, before anything is computed for it."""
     if os.path.lexists(files.local_path(path)):
-        raise UserError(f"{path} exists: name a folder that does not")
+        raise UserError(f"{files.shorten(path)} exists: name a folder that does not")
+    above = next(folder for folder in Path(path).absolute().parents if os.path.lexists(folder))
+    try:  # permissions say nothing to root, or of a read-only file system
+        with tempfile.TemporaryDirectory(dir=above):
+            pass
+    except OSError as error:
+        reason = files.explain(error, "name a folder where one can be made")
+        raise UserError(f"cannot write {files.shorten(path)}: {reason}") from error
     return path
 
 

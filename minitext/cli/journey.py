@@ -73,8 +73,7 @@ def journey(
     Smaller models are trained first, and predict the loss of the large one. The same command goes on where it was
     interrupted. At the end DIR/report.html has every curve. Needs the extra journey.
     """
-    if plan:
-        refuse_options(ctx, ["run", "stages"], "with --plan")
+    refuse_options(ctx, ["run", "stages"] if plan else [], "with --plan")
     words = _checked(settings or [])
     directory = Path(files.local_path(run)) if run is not None else None
     if depth is not None and budget is not None:

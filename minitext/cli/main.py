@@ -155,6 +155,10 @@ def main() -> None:
         sys.exit(error.exit_code)
     except BaseException as error:  # also of a command that is done
         job.finish(error)
+        said = str(error).partition("\n")[0]
+        if isinstance(error, RuntimeError) and said.startswith("Unable to initialize backend"):
+            print(f"error: JAX: {said}", file=sys.stderr)  # of a platform that JAX_PLATFORMS names
+            sys.exit(2)
         if isinstance(error, OSError) and error.filename is None and (lost := _lost_output()):
             # `head` and its like have read enough.
             if not isinstance(lost, BrokenPipeError):

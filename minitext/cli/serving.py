@@ -408,14 +408,17 @@ def _load(
 ) -> "tuple[Served, int]":
     """Returns a run's model with an engine, and its step; `max_length` 0 is the longest it was trained for."""
     from minitext.data.chat import read_chat
-    from minitext.inference.engine import Engine
+    from minitext.inference.engine import Engine, check_mesh
     from minitext.inference.replicas import divide, make_replicas
     from minitext.inference.server import Served
     from minitext.inference.structured import guides
     from minitext.training.interchange import longest_text
-    from minitext.training.run_dir import PUBLISHED, load_run
+    from minitext.training.run_dir import PUBLISHED, load_run, read_config
 
-    cfg, params, tokenizer, step = load_run(run, divide(mesh)[0] if mesh else None)
+    shared = divide(mesh)[0] if mesh else None
+    if shared is not None:
+        check_mesh(read_config(run).model, shared)
+    cfg, params, tokenizer, step = load_run(run, shared)
     chat = read_chat(run / PUBLISHED, tokenizer)
     longest = options.max_length or longest_text(cfg, run / PUBLISHED)
     options = replace(options, max_length=longest, adapters=len(adapters))

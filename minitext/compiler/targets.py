@@ -111,7 +111,7 @@ def parse_target(text: str) -> Target:
     chip = CHIPS[name]
     # A chip has two links along each dimension. libtpu crashes on a size of 0.
     dims = chip.links // 2 if chip.platform == "tpu" else 3
-    size = r"[1-9][0-9]{0,5}"
+    size = r"[1-9]\d{0,5}"
     if chip.platform == "gpu" and re.fullmatch(f"{size}x{size}", shape):
         shape = f"1x{shape}"
     if not re.fullmatch("x".join([size] * dims), shape):

@@ -40,7 +40,8 @@ def start(simulate: int | None = None, *, keep_memory: bool = False, join: bool 
       join: join the job of several processes that the environment describes, if there is one.
 
     Raises:
-      UserError: if JAX had already started with another number of devices, or runs on another platform.
+      UserError: if JAX had already started with another number of devices, or runs on another platform; or if
+        JAX_PLATFORMS names GPUs and JAX has no plugin for them.
     """
     # Importing JAX and tracing make hundreds of thousands of objects that stay, and few cycles. By default Python
     # collects after every 700 more, which would take a quarter of the time until the first step.
@@ -48,6 +49,10 @@ def start(simulate: int | None = None, *, keep_memory: bool = False, join: bool 
     if "JAX_PLATFORMS" not in os.environ and (simulate or not accelerator_is_visible()):
         os.environ["JAX_PLATFORMS"] = "cpu"
     platforms = os.environ.get("JAX_PLATFORMS", "")
+    if {"cuda", "gpu", "rocm"} & set(platforms.split(",")) and not has_gpu_plugin():
+        raise UserError(
+            f"JAX_PLATFORMS={platforms}: JAX's plugin for GPUs isn't installed: unset it, or install the plugin"
+        )
     if platforms == "cpu":
         # With libtpu installed, which compiling for TPUs needs, JAX would look for a TPU and warn at length that
         # there is none; and a second process would die on libtpu's lock file.

@@ -10,6 +10,7 @@ Chapters: 20.
 """
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,7 +92,10 @@ def find(directory: Path | str) -> Path:
       UserError: if there is none.
     """
     directory = Path(directory)
-    paths = [directory] if directory.is_file() else sorted(directory.rglob("*.xplane.pb"))
+    # Not rglob, which raises when a folder goes meanwhile, as checkpoints of a run do.
+    below = (Path(folder, name) for folder, _, names in os.walk(directory) for name in names)
+    paths = sorted(path for path in below if path.name.endswith(".xplane.pb"))
+    paths = [directory] if directory.is_file() else paths
     if not paths:
         raise UserError(
             f"{directory} holds no trace: train with profile.first_step=10, or name a folder with an .xplane.pb"

@@ -159,6 +159,8 @@ def parse_budget(words: Sequence[str]) -> dict[str, float]:
         if name not in BUDGETS or not fits or (name == "mxu" and float(number) * units[unit] > 1):
             known = "; ".join(f"{key}: {what}" for key, what in BUDGETS.items())
             raise UserError(f"--budget {files.shorten(word)!r} is not a budget: {known}")
+        if name in found:
+            raise UserError(f"--budget {name} is given twice: give it once")
         found[name] = float(number) * units[unit]
     return found
 

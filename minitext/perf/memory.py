@@ -37,7 +37,12 @@ from minitext.sharding.mesh import make_mesh
 from minitext.sharding.pipeline_schedule import groups_per_stage
 from minitext.terminal import print_tables, show_bytes, table
 from minitext.training import compile
-from minitext.training.step import abstract_batch, abstract_state, make_train_step
+from minitext.training.step import (
+    abstract_batch,
+    abstract_state,
+    check_trainable,
+    make_train_step,
+)
 
 Moments = Mapping[str, Mapping[str, int]]
 MOMENTS = {
@@ -542,6 +547,7 @@ def predict_and_compile(cfg: Config, target: str | None = None) -> dict[str, Any
       UserError: for a bad target, or a mesh that fits neither the target nor the model.
     """
     mesh = make_mesh(cfg.mesh) if target is None else topology_mesh(target, cfg.mesh)
+    check_trainable(cfg, mesh)
     device = mesh.devices.flat[0]
     platform = "gpu" if device.platform == "cuda" else device.platform
     chip = find_chip(device)

@@ -16,6 +16,8 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
+import stat
 import zipfile
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -149,6 +151,8 @@ def read(path: str | Path) -> tuple[dict[str, Any], bytes]:
     """
     fix = "write it again with minitext compile ... --save FILE"
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a device may have no end
+            raise zipfile.BadZipFile
         with zipfile.ZipFile(path) as archive:
             manifest = json.loads(archive.read(MANIFEST))
             program = archive.read(PROGRAM)

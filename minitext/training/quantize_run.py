@@ -255,12 +255,15 @@ def _moments(
 ) -> dict[str, np.ndarray]:
     """Returns the moments of the inputs of projections in 4 bits, by their names."""
     named = [name for name, weight in weights.items() if weight.kind in PACKED and weight.block]
+    useless = UserError(
+        "--calibrate has no effect: it rounds projections in blocks of 4 bits, such as --rules int4"
+    )
+    if not named:
+        raise useless
     cfg, params, tokenizer, _ = load_run(directory)
     found = calibration.input_moments(cfg, params, calibration.read_rows(source, cfg, tokenizer))
     if not (kept := {name: moments for name, moments in found.items() if name in named}):
-        raise UserError(
-            "--calibrate has no effect: it rounds projections in blocks of 4 bits, such as --rules int4"
-        )
+        raise useless
     return kept
 
 

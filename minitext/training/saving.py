@@ -5,6 +5,7 @@ Chapters: 6, 8.
 
 import contextlib
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def local_copies(
     """Returns the process's own copies if `checkpoint.local_dir` asks for them.
 
     Raises:
-      UserError: if it names a file, or a folder in one.
+      UserError: if it names a file, a folder in one, or a folder that can't be made or written.
     """
     where, is_new = cfg.checkpoint.local_dir, not (directory / CONFIG).exists()
     if where is None:
@@ -38,6 +39,15 @@ def local_copies(
             raise UserError(
                 f"checkpoint.local_dir={where}: {path} is a file: name a folder on each process's own disk"
             )
+    try:
+        Path(where).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=where):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"checkpoint.local_dir={where} cannot be written ({error.strerror}): name a folder on each process's own "
+            "disk"
+        ) from error
     return LocalCopies(where, cfg.checkpoint.local_every, directory, is_new)
 
 

@@ -1054,7 +1054,9 @@ def test_a_notebook_is_graded_by_its_cells(run, tmp_path):
     assert run("90.honest", "--notebook", str(path)).exit_code == 0
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"cells": [1]}', '{"cells": [{}]}', "\xff"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"cells": [1]}', '{"cells": [{}]}', "\xff", "[" * 100_000]
+)
 def test_what_is_no_notebook_is_one_line(run, tmp_path, text):
     (tmp_path / "bad.ipynb").write_text(text, encoding="latin-1")
     result = run("--notebook", "bad.ipynb")

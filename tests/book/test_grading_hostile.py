@@ -1,8 +1,10 @@
 """More answers that try to win without solving, or to leave something behind: `make audit` grades them."""
 
 import os
+import sys
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -262,8 +264,8 @@ def test_none_wins_and_none_leaves_anything_behind(tmp_path, monkeypatch):
     ours = [info["cmdline"] or [] for info in running if info["ppid"] in (os.getpid(), 1)]
     assert not any("minitext.book.grading.worker" in words for words in ours)
     assert {thread.id for thread in psutil.Process().threads()} <= threads
-    places = [Path.home(), Path("/dev/shm"), Path("/tmp"), root, *map(Path, ("minitext", "."))]
-    places += [Path(module.__file__).parent for module in map(__import__, ("numpy", "minitext"))]
+    places = [Path.home(), Path("/dev/shm"), Path("/tmp"), root, Path(sys.prefix)]
+    places += [Path(np.__file__).parent, Path(runner.__file__).parents[2]]
     assert not [name for place in places for name in place.glob("left-by-an-answer*")]
     assert not shared()
     assert {path.name for path in root.rglob("*.py")} == {"ch90_hostile.py"}

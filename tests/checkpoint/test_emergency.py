@@ -119,6 +119,16 @@ def test_a_file_in_the_folders_place_is_named(below, tiny, tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.skipif(
+    not Path("/proc/self").exists(), reason="needs /proc, where no folder can be made"
+)
+def test_a_folder_that_cannot_be_made_is_refused_before_training(tiny, tmp_path):
+    cfg = tiny(f"run.dir={tmp_path}", "run.name=a", "checkpoint.local_dir=/proc/x")
+    with pytest.raises(UserError, match="checkpoint.local_dir=/proc/x cannot be written"):
+        run.train(cfg, Console(quiet=True))
+    assert not list(tmp_path.iterdir())
+
+
 TWO_PROCESSES = """
     import json, shutil, sys
     from pathlib import Path

@@ -23,6 +23,7 @@ import typer
 
 from minitext.book.grading.command import grade
 from minitext.cli import main
+from minitext.distributed import devices
 from minitext.training import run
 from tests.conftest import QUICK_FLAGS
 
@@ -177,6 +178,13 @@ def test_doctor_answers_in_json(minitext):
         (["config", "show", "run.name=true"], "run.name=true (command line): choose something other"),
         (["grpo", "/", "objective.rewards=[]"], "/ is not a run directory"),
         (["launch", "k8s", "--name", "a", "--image", "i", "--gpus", "9" * 20, "--", "train"], "choose 1,024 or less"),
+        (["train", "data.source=grammar", "train.executable=/dev/zero"], "/dev/zero is not a compiled step"),
+        (["judge", __file__, "--budget", "vmem=1", "--budget", "vmem=2"], "--budget vmem is given twice"),
+        (["import", "nowhere", "/proc/q"], "cannot write /proc/q: No such file or directory"),
+        (["quantize", "/", "/proc/q"], "cannot write /proc/q: No such file or directory"),
+        (["import", "/proc/self/mem", "out.gguf"], "/proc/self/mem cannot be read (Input/output error)"),
+        (["compile", "target=v5e:2x2", "--save", "/dev/full"], "--save /dev/full cannot be written"),
+        (["memory", "mesh.tensor=8", "mesh.data=1", "train.global_batch=8"], "not divisible by mesh.tensor=8"),
         (["memory", "model.embed=100000000"], "model.embed=100000000 (command line): choose 16,777,216 or less"),
         (["memory", "train.global_batch=100000000000"], "are 25,600,000,000,000 tokens"),
         (["compile", "target=v5e:2x4", "train.global_batch=100000000000"], "are 25,600,000,000,000 tokens"),
@@ -205,6 +213,19 @@ def test_an_output_that_takes_no_more_is_one_line_or_none():
                 done = subprocess.run([*words[:4], *more], stdout=full, stderr=subprocess.PIPE)
             said = b"error: the output cannot be written (No space left on device)\n"
             assert (done.returncode, done.stderr) == (1, said)
+
+
+def test_a_platform_that_jax_lacks_is_one_line(minitext, monkeypatch):
+    words = [sys.executable, "-m", "minitext", "doctor"]
+    env = os.environ | {"JAX_PLATFORMS": "nonsense"}
+    done = subprocess.run(words, capture_output=True, text=True, env=env)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: JAX: Unable to initialize backend 'nonsense'")
+    monkeypatch.setattr(devices, "has_gpu_plugin", lambda: False)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+    code, out, err = minitext("doctor")
+    assert code == 2 and out == "" and err.count("\n") == 1
+    assert "JAX_PLATFORMS=cuda,cpu: JAX's plugin for GPUs isn't installed" in err
 
 
 TARGET = ["laptop", "target=v5e:2x2"]

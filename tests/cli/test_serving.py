@@ -7,7 +7,8 @@ import openai
 import pytest
 from rich.console import Console
 
-from minitext.cli.serving import _adapters, _load
+from minitext.cli.serving import _adapters, _load, _mesh
+from minitext.config.sections import MeshConfig
 from minitext.errors import UserError
 from minitext.inference.engine import EngineOptions
 from minitext.inference.generate import Sampling, generate
@@ -97,3 +98,9 @@ def test_adapters_that_cannot_be_served_are_refused(runs, given, says):
 def test_adapters_of_another_base_are_refused(runs):
     with pytest.raises(UserError, match="has adapters of its own"):
         _adapters([f"one={runs / 'one'}"], runs / "two", "two")
+
+
+def test_devices_that_do_not_divide_the_model_are_refused_before_it_is_read(runs, tmp_path):
+    (tmp_path / "config.yml").write_text((runs / "base" / "config.yml").read_text())
+    with pytest.raises(UserError, match="model.heads=4 is not divisible by mesh.tensor=8"):
+        _load(tmp_path, "base", EngineOptions(), _mesh(MeshConfig(data=1, tensor=8)), None, {})

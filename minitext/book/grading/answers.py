@@ -149,7 +149,7 @@ def _code_cells(path: Path) -> list[tuple[str, str]]:
             code = cell["source"] if isinstance(cell["source"], str) else "".join(cell["source"])
             code = "" if code.lstrip().startswith("%%") else MAGIC.sub(r"\1pass", code)
             found.append((str(cell.get("metadata", {}).get("exercise", "")), code))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{path} is not a Jupyter notebook: name one that ends in .ipynb") from None
     return found
 

@@ -60,9 +60,7 @@ def grade(
     seed = secrets.randbits(31) if seed is None else seed
     kinds = ["solution", "stub"] * solutions + ["mutant"] * mutants
     try:
-        for path in (answers, notebook, json_, gradescope):
-            local_path(path)
-        _refuse_unused(ctx)
+        _check_options(ctx)
         if start:
             _start(which or [])
             return
@@ -86,8 +84,10 @@ def grade(
     raise typer.Exit(0 if good else 1)
 
 
-def _refuse_unused(ctx: typer.Context) -> None:
-    """Refuses options that would change nothing beside others."""
+def _check_options(ctx: typer.Context) -> None:
+    """Refuses paths that no file has, and options that would change nothing beside others."""
+    for name in ("answers", "notebook", "json_", "gradescope"):
+        local_path(ctx.params[name])
     given = {
         name: f"--{name.strip('_')}"
         for name in ctx.params

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from minitext.errors import UserError
-from minitext.files import ADDRESS, local_path
+from minitext.files import ADDRESS, local_path, shorten
 
 
 def with_run_name(command: Sequence[str], name: str) -> list[str]:
@@ -63,7 +63,7 @@ def check_name(name: str) -> str:
     """
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name):
         raise UserError(
-            f"--name {name}: use at most 40 lowercase letters, digits and hyphens, beginning with a letter and ending "
-            "with a letter or digit"
+            f"--name {shorten(name)}: use at most 40 lowercase letters, digits and hyphens, beginning with a letter "
+            "and ending with a letter or digit"
         )
     return name
