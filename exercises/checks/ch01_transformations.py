@@ -1279,7 +1279,7 @@ reverse = Exercise(
     points=20,
     forbid=(
         "jax.grad", "jax.value_and_grad", "jax.vjp", "jax.jvp", "jax.linearize", "jax.linear_transpose", "jax.jacrev",
-        "jax.jacfwd", "jax.hessian", "jax.interpreters",
+        "jax.jacfwd", "jax.jacobian", "jax.hessian", "jax.interpreters",
     ),
     statement="""
 `jax.grad` reads a jaxpr and builds a backward pass from the rule of each primitive. Write that transformation yourself,
