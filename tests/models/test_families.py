@@ -611,6 +611,10 @@ def test_a_key_that_is_missing_and_one_that_is_null():
     assert deepseek.ffn.normalize and deepseek.attention.q_rank == 1536
     null = read("deepseek_v3", **sizes, norm_topk_prob=None, q_lora_rank=None)
     assert not null.ffn.normalize and null.attention.q_rank is None
+    for model, name in ((off, "gemma2"), (null, "deepseek_v3")):
+        out = families.to_hf(model, 64, name)
+        assert out["model_type"] == name
+        assert families.model_of(families.config(out)) == model
     # Phi-3's original length is a key of its own.
     scaling = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     inside = scaling | {"original_max_position_embeddings": ORIGINAL}
