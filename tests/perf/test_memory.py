@@ -55,13 +55,6 @@ CONFIGS = {
         "model.mlp=512", "model.attention.q_rank=512", "model.attention.kv_rank=256", "model.ffn.experts=16",
         "model.ffn.experts_per_token=4", "model.heads=8", "train.global_batch=128",
     ),
-    # The scores of so many keys are there while the experts work.
-    "deepseek, long": (
-        "v5e:2x4", "deepseek-v3", *SMALL, "model.layers=8", "model.dense_layers=2", "model.dense_mlp=4096",
-        "model.mlp=512", "model.attention.q_rank=512", "model.attention.kv_rank=256", "model.ffn.experts=16",
-        "model.ffn.experts_per_token=4", "model.heads=8", "data.seq_len=4096", "train.global_batch=16",
-        "mesh.fsdp=4", "mesh.expert=2",
-    ),
     "gemma": (
         "v5e:2x4", "gemma3-4b", *SMALL, "model.layers=14", "model.heads=8", "model.head_dim=128", "model.mlp=4096",
         "model.attention.window=512", "train.global_batch=128",
