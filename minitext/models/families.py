@@ -448,8 +448,8 @@ ACTIVATIONS = {
 BIASES = ("attention.qkv_bias", "attention.out_bias")
 
 
-def _same_float(hf: str, ours: str, default: Any) -> Same:
-    return Same(hf, ours, kind=float, default=default)
+def _same_float(hf: str, ours: str, default: Any, **more: Any) -> Same:
+    return Same(hf, ours, kind=float, default=default, **more)
 
 
 def _switch(hf: str, *ours: str, default: bool = False) -> Same:
@@ -515,12 +515,14 @@ QWEN_WINDOWS = Types(
 SIGMOID = Fixed(ffn__router="sigmoid", ffn__bias_rate=0.001)
 
 
-def _grouped(*, normalize: bool = True) -> tuple[Row, ...]:
+def _grouped(
+    *, normalize: bool = True, groups: int = 1, chosen: int = 1, scaling: float = 1.0
+) -> tuple[Row, ...]:
     """Sigmoid scores in groups, with a bias that only chooses (DeepSeek-V3, GLM-4.5)."""
     return (
-        Same("n_group", "ffn.groups", default=1),
-        Same("topk_group", "ffn.groups_per_token", default=1),
-        _same_float("routed_scaling_factor", "ffn.scaling", 1.0),
+        Same("n_group", "ffn.groups", default=groups),
+        Same("topk_group", "ffn.groups_per_token", default=chosen),
+        _same_float("routed_scaling_factor", "ffn.scaling", scaling),
         _switch("norm_topk_prob", "ffn.normalize", default=normalize),
         Same("n_shared_experts", "ffn.shared_experts", default=1),
         Only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1),
@@ -528,11 +530,10 @@ def _grouped(*, normalize: bool = True) -> tuple[Row, ...]:
     )
 
 
-FINAL_SOFTCAP = _same_float("final_logit_softcapping", "logit_softcap", None)
 # Multi-head latent attention, of DeepSeek.
 LATENT = (
     Fixed(attention__kind="mla", attention__latent_eps=1e-6),
-    Same("q_lora_rank", "attention.q_rank", default=None),
+    Same("q_lora_rank", "attention.q_rank", default=1536, null=None),
     Same("kv_lora_rank", "attention.kv_rank", default=512),
     Same("qk_nope_head_dim", "attention.nope_dim", default=128),
     Same("qk_rope_head_dim", "attention.rope_dim", default=64),
@@ -722,8 +723,8 @@ FAMILIES: dict[str, Family] = {
             ),
             *_gqa(HeadDim(256)),
             *GEMMA,
-            _same_float("attn_logit_softcapping", "attention.softcap", None),
-            FINAL_SOFTCAP,
+            _same_float("attn_logit_softcapping", "attention.softcap", 50.0, null=None),
+            _same_float("final_logit_softcapping", "logit_softcap", 30.0, null=None),
             Types(every(2)),
             Rope(),
         ),
@@ -741,8 +742,8 @@ FAMILIES: dict[str, Family] = {
             ),
             *_gqa(HeadDim(256), attention__qk_norm="head"),
             *GEMMA,
-            FINAL_SOFTCAP,  # its configuration has one for attention too, which its model never reads
-            Unused("attn_logit_softcapping"),
+            _same_float("final_logit_softcapping", "logit_softcap", None),
+            Unused("attn_logit_softcapping"),  # its model never reads it
             Types(every(6, "sliding_window_pattern")),
             TypedRope(1e6, 1e4, "rope_local_base_freq"),
         ),
@@ -802,7 +803,7 @@ FAMILIES: dict[str, Family] = {
             *LATENT,
             first_dense(3),
             *_moe(256, 8, "n_routed_experts"),
-            *_grouped(),
+            *_grouped(groups=8, chosen=4, scaling=2.5),
             Rope(),
             Only(rope_interleave=True),
         ),
@@ -984,8 +985,8 @@ FAMILIES: dict[str, Family] = {
             ),
             *_gqa(HeadDim(256)),
             *GEMMA,
-            _same_float("attn_logit_softcapping", "attention.softcap", None),
-            FINAL_SOFTCAP,
+            _same_float("attn_logit_softcapping", "attention.softcap", 50.0, null=None),
+            _same_float("final_logit_softcapping", "logit_softcap", 30.0, null=None),
             Types(every(2)),
             Rope(),
         ),

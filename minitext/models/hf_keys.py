@@ -347,8 +347,9 @@ class Same:
       hf: the key of config.json.
       ours: ours, below `model`.
       kind: its type.
-      default: transformers' value where the key is missing or null.
+      default: transformers' value where the key is missing.
       codes: their value -> ours, where these differ; the first of several for one of ours is written.
+      null: its value where the key is null: by default false for a switch, and else `default`.
     """
 
     def __init__(
@@ -358,12 +359,17 @@ class Same:
         kind: type = int,
         default: Any = REQUIRED,
         codes: Mapping[Any, Any] | None = None,
+        null: Any = REQUIRED,
     ):
         self.hf, self.ours, self.kind, self.default, self.codes = hf, ours, kind, default, codes
+        self.null = null
+        if null is REQUIRED:
+            self.null = False if kind is bool else default
 
     def read(self, source: Source, layers: Layers) -> None:
         """Copies the value to every layer."""
-        value = source.take(self.hf, self.kind, self.default)
+        default = self.null if self.hf in source.values else self.default
+        value = source.take(self.hf, self.kind, default)
         if self.codes is not None:
             if value not in self.codes:
                 raise source.refuse(self.hf, f"minitext knows {', '.join(map(str, self.codes))}")
@@ -379,7 +385,7 @@ class Same:
                 raise UserError(f"model.{self.ours[0]}={value} has no value of {self.hf}")
             return {self.hf: back[0]}
         # A key that no layer has, or null where transformers would put a default in its place, is left out.
-        return {} if value is None and self.default is not None else {self.hf: value}
+        return {} if value is None and self.null is not None else {self.hf: value}
 
 
 class Fixed:
@@ -407,7 +413,9 @@ class Only:
         """Refuses any other value."""
         for key, known in self.values.items():
             source.unread.discard(key)
-            if (value := source.values.get(key)) is not None and value not in known:
+            value = source.values.get(key)
+            off = key in source.values and value is None and known == (True,)  # null is false
+            if off or (value is not None and value not in known):
                 raise source.refuse(key, f"minitext knows {' and '.join(map(str, known))} alone")
 
     def write(self, target: Target) -> dict[str, Any]:
@@ -1118,7 +1126,8 @@ def rope_settings(given: Mapping[str, Any], source: Source, family: Rope) -> dic
     longest = source.take("max_position_embeddings", int, None)
     if kind in _WITH_LENGTH:
         inner = left.pop(_ORIGINAL, None)
-        original = source.take(_ORIGINAL, int, None) or inner or family.original or longest
+        # Where a family has the key outside, transformers takes it, or its default, in any case.
+        original = source.take(_ORIGINAL, int, None) or family.original or inner or longest
         found["original_length"] = checked(_ORIGINAL, original, int)
         if found["original_length"] < 2:
             raise UserError(f"config.json: {_ORIGINAL}={original}: choose 2 or more")

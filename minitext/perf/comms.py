@@ -124,8 +124,14 @@ def _notes(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> Iterator[str
         yield f"mesh.fsdp={s.fsdp}: in groups this large the v5e compiler sums some of what it should gather"
     if cfg.train.loss_impl != "xla":
         yield f"train.loss_impl={cfg.train.loss_impl}: this is the formula for xla"
-    if s.tpu and cfg.model.embed // max(s.fsdp, s.optimizer) % TILE_ROWS:
-        yield "parts of fewer than 16 rows, some of which the TPU compiler sums whole"
+    ways = max(s.fsdp, s.optimizer)
+    widths = {cfg.model.embed, *(width for kind in s.kinds for width in kind.latents)}
+    rows = [width // ways for width in sorted(widths) if width // ways % TILE_ROWS]
+    if s.tpu and ways > 1 and rows:
+        yield (
+            f"weights in {ways} parts of {' and '.join(map(str, rows))} rows, no whole tiles of {TILE_ROWS}: the TPU "
+            "compiler sums some whole, pads others to whole tiles, and sends their rows on by collective-permutes"
+        )
 
 
 def _sum_kind(s: Sizes, group: int) -> str:

@@ -14,9 +14,11 @@ the state). A TPU stores arrays in tiles, and an incomplete tile takes as much m
 Chapters: 14.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -243,9 +245,8 @@ def working_set(s: Sizes, vmem: int) -> int:
     attending = {"attention", "attention_out"} & set(model.saved)
     probabilities = 0 if attending else _scores(s) * s.itemsize
     rest += kept(s) + _recomputed(s)
-    if s.moe:  # experts work before the float32 scores are there
-        attention += 0 if _keys(s) > LONG else probabilities
-        return rest + max(scores + attention, ffn + probabilities)
+    if s.moe and _keys(s) <= LONG:  # experts work before the float32 scores are there
+        return rest + probabilities + max(scores + attention, ffn)
     return rest + scores + max(attention, ffn + probabilities)
 
 
@@ -439,10 +440,10 @@ class Memory:
 def stored_bytes(shape: tuple[int, ...], itemsize: int, platform: str) -> int:
     """Returns the bytes that an array takes in a device's memory.
 
-    A TPU stores the last two dimensions in tiles of 8 x 128 elements of 32 bits (1, 2 or 4 rows if that is enough; 16 x
-    128 for 16 bits) and pads incomplete tiles; the compiler chooses the order of the two that wastes less. A vector is
-    padded to a multiple of 128 elements, and of 1,024 if it is longer than 512; a scalar takes 512 bytes. Other devices
-    do not pad.
+    A TPU stores two of the dimensions in tiles of 8 x 128 elements of 32 bits (1, 2 or 4 rows if that is enough; 16 x
+    128 for 16 bits) and pads incomplete tiles; the compiler chooses the two, and their order, that waste least. A
+    vector is padded to a multiple of 128 elements, and of 1,024 if it is longer than 512; a scalar takes 512 bytes.
+    Other devices do not pad.
     """
     size = math.prod(shape) * itemsize
     if platform != "tpu":
@@ -452,14 +453,14 @@ def stored_bytes(shape: tuple[int, ...], itemsize: int, platform: str) -> int:
     if len(shape) < 2:
         tile = min(1024, max(128, 2 ** math.ceil(math.log2(max(1, size // itemsize)))))
         return itemsize * tile * math.ceil(max(1, size // itemsize) / tile)
-    *rest, a, b = shape
 
-    def tiled(rows, columns):
+    def waste(rows, columns):
         packed = 4 // itemsize  # rows in one of 32 bits
         height = min(8, 2 ** math.ceil(math.log2(math.ceil(rows / packed)))) * packed
-        return math.ceil(rows / height) * height * math.ceil(columns / 128) * 128
+        tiled = math.ceil(rows / height) * height * math.ceil(columns / 128) * 128
+        return Fraction(tiled, rows * columns)
 
-    return math.prod(rest) * min(tiled(a, b), tiled(b, a)) * itemsize
+    return int(size * min(itertools.starmap(waste, itertools.permutations(shape, 2))))
 
 
 def predict(

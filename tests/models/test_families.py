@@ -28,6 +28,7 @@ from tests.models import tiny_models
 from tests.models.tiny_models import (
     CASES,
     EXPERTS,
+    GONE,
     LATENTS,
     ODD,
     ORIGINAL,
@@ -473,6 +474,7 @@ def test_both_spellings_of_rope(name, old, new):
         ("gpt_oss", {"num_local_experts": 4, "swiglu_limit": 5.0}, "swiglu_limit=5.0"),
         ("gpt_oss", {"num_local_experts": 4, "num_experts": 8}, "num_local_experts"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        ("deepseek_v3", {"rope_interleave": None}, "rope_interleave=None"),
         ("qwen2_moe", {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 25},
          "shared_expert_intermediate_size=25"),
         ("llama", {"rope_scaling": {"type": ["yarn"]}}, "rope_type=['yarn']"),
@@ -506,6 +508,119 @@ def test_what_is_refused(name, more, word):
     with pytest.raises(UserError) as error:
         families.model_of(families.config(values))
     assert word in str(error.value) and "\n" not in str(error.value)
+
+
+def leaves_of(values, path=()):
+    """Yields the path and the value of each key, in mappings too."""
+    for key, value in values.items():
+        yield (*path, key), value
+        if isinstance(value, dict):
+            yield from leaves_of(value, (*path, key))
+
+
+def others(value):
+    """A key's other values: none at all, null, and another of its type."""
+    yield from (GONE, None)
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int | float):
+        yield value + 1
+    elif isinstance(value, list):
+        yield value[::-1]
+
+
+def changed(values, path, other):
+    """Returns a copy with another value at a path, or without it."""
+    first, *rest = path
+    if rest:
+        return values | {first: changed(values[first], rest, other)}
+    return {k: v for k, v in (values | {first: other}).items() if v is not GONE}
+
+
+# What no key of a family has, or has by default.
+MORE = {
+    "sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1, "sliding_window_pattern": 2,
+    "mlp_bias": True, "attention_bias": True, "head_dim": 10, "norm_topk_prob": True, "experts_per_token": 3,
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 123.0, "query_pre_attn_scalar": 5,
+    "partial_rotary_factor": 0.5, "initial_context_length": 8, "original_max_position_embeddings": 8,
+    "tie_word_embeddings": True, "num_nextn_predict_layers": 1, "router_jitter_noise": 0.3, "moe_layer_freq": 2,
+    "pretraining_tp": 2,
+}  # fmt: skip
+
+
+@pytest.mark.audit
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("case", CASES)
+def test_no_key_of_a_configuration_is_misread(case):
+    """What is read is what transformers makes of it, and what changes nothing here changes nothing there."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    name, more = CASES[case]
+
+    def read(values):
+        return families.model_of(families.config(values | {"model_type": name}))
+
+    def resolve(values):
+        found = AutoConfig.for_model(name, **values).to_dict()
+        return {key: value for key, value in found.items() if key != "model_type"}
+
+    given = resolve(SIZES | more)
+    base, text, compared, unchanged = read(given), tokens(LENGTH, 1), 0, 0
+    want = theirs(tiny_models.theirs(name, given), text)
+    tried = [(path, other) for path, value in leaves_of(given) for other in others(value)]
+    tried += [((key,), other) for key, other in MORE.items()]
+    for path, other in tried:
+        if path[0] in ("vocab_size", "num_hidden_layers", "return_dict"):
+            continue
+        values = changed(given, path, other)
+        try:
+            ours, resolved = read(values), resolve(values)
+        except (UserError, StrictDataclassError, ValueError, TypeError, KeyError):  # refused
+            continue
+        if path != ("num_key_value_heads",):  # the tensors' shapes show what it is by default
+            assert read(resolved) == ours, (path, other)
+            compared += 1
+        if ours != base:
+            continue
+        try:
+            found = theirs(tiny_models.theirs(name, values), text)
+        except (RuntimeError, TypeError, ValueError, KeyError, UnboundLocalError):
+            continue  # transformers cannot run it
+        assert apart(found, want) < WITHIN, (path, other)
+        unchanged += 1
+    assert compared > 50 and unchanged > 20
+
+
+def test_a_key_that_is_missing_and_one_that_is_null():
+    """A missing key has transformers' default; null is none, or false."""
+
+    def read(name, **more):
+        return families.model_of(families.config(config(name, **more)))
+
+    assert (read("gemma2").attention.softcap, read("gemma2").logit_softcap) == (50.0, 30.0)
+    off = read("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert off.attention.softcap is None and off.logit_softcap is None
+    sizes = LATENTS | {
+        "first_k_dense_replace": 0,
+        "moe_intermediate_size": 20,
+        "n_routed_experts": 16,
+    }
+    deepseek = read("deepseek_v3", **sizes)
+    assert (deepseek.ffn.groups, deepseek.ffn.groups_per_token, deepseek.ffn.scaling) == (8, 4, 2.5)
+    assert deepseek.ffn.normalize and deepseek.attention.q_rank == 1536
+    null = read("deepseek_v3", **sizes, norm_topk_prob=None, q_lora_rank=None)
+    assert not null.ffn.normalize and null.attention.q_rank is None
+    for model, name in ((off, "gemma2"), (null, "deepseek_v3")):
+        out = families.to_hf(model, 64, name)
+        assert out["model_type"] == name
+        assert families.model_of(families.config(out)) == model
+    # Phi-3's original length is a key of its own.
+    scaling = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    inside = scaling | {"original_max_position_embeddings": ORIGINAL}
+    assert read("phi3", rope_scaling=inside).rope.original_length == 4096
+    outside = read("phi3", rope_scaling=scaling, original_max_position_embeddings=ORIGINAL)
+    assert outside.rope.original_length == ORIGINAL
 
 
 def test_a_model_that_no_family_has():
@@ -564,6 +679,11 @@ def test_presets_have_their_published_size_and_family(preset):
     cfg = mt.load_config(preset).model
     assert flops.count_params(cfg) == PUBLISHED[preset]
     families.to_hf(cfg, 4096)
+
+
+def test_every_family_has_a_case():
+    """So that its logits, tokens, gradients, files and switches are all compared."""
+    assert {name for name, _ in CASES.values()} == set(families.FAMILIES)
 
 
 def test_every_published_preset_is_counted():

@@ -250,7 +250,7 @@ def test_an_audit_shows_what_differs(capsys):
     [
         ("model.layers=1", "one layer in a loop"),
         ("optim.kind=muon", "optim.kind=muon"),
-        ("model.embed=64", "fewer than 16 rows"),
+        ("model.embed=64", "8 parts of 8 rows, no whole tiles of 16"),
     ],
 )
 def test_what_is_not_predicted_is_said(other, told):

@@ -14,12 +14,13 @@ import minitext as mt
 from minitext.cli import main
 from minitext.config.model import REMAT_NAMES
 from minitext.config.sections import MeshConfig
+from minitext.hardware import CHIPS
 from minitext.models.flops import count_adapters
 from minitext.models.transformer import Transformer
 from minitext.perf import memory
 from minitext.perf.memory import heap, kept, predict, predict_and_compile, stored_bytes
 from minitext.perf.sizes import Sizes
-from minitext.sharding.mesh import make_mesh
+from minitext.sharding.mesh import abstract_mesh, make_mesh
 from tests.conftest import audit_but
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
@@ -93,6 +94,17 @@ def test_the_prediction_is_what_the_compiler_plans(name):
     assert predicted["temporaries"] == pytest.approx(compiled["temporaries"], rel=0.15)
 
 
+@pytest.mark.audit
+def test_deepseek_takes_on_its_pod_what_the_compiler_planned():
+    """The figures are libtpu 0.0.51's for v5p:8x16x16, which took four minutes of processor time."""
+    cfg = mt.load_config(
+        "deepseek-v3", ["mesh.fsdp=256", "mesh.expert=8", "train.global_batch=2048"]
+    )
+    found = predict(cfg, abstract_mesh(cfg.mesh), "tpu", CHIPS["v5p"].vmem_bytes)
+    assert found.parameters + found.optimizer + found.batch == 4_721_318_912
+    assert found.temporaries == pytest.approx(52_298_519_520, rel=0.1)
+
+
 # Here a layer's weights are most of what the step works on.
 WIDE = (
     "v5e:2x2", "llama3-8b", "mesh.fsdp=4", "train.global_batch=4", "data.seq_len=1024", "model.vocab=4096",
@@ -164,6 +176,8 @@ def test_a_large_array_finds_no_room_in_small_holes():
         ((128, 320), 4, 128 * 320 * 4),  # 320 rows of 128, not 128 of 384
         ((1, 256), 4, 1024),
         ((3, 100, 200), 2, 3 * 128 * 208 * 2),  # 200 rows of 100: tiles of 16 x 128
+        ((58, 28, 2048), 4, 64 * 28 * 2048 * 4),  # 58 rows waste less than 28
+        ((58, 32, 28, 2048), 4, 58 * 32 * 28 * 2048 * 4),
     ],
 )
 def test_tiles_are_filled_up(shape, itemsize, size):
