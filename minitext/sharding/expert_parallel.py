@@ -15,7 +15,7 @@ Chapters: 18.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -60,27 +60,53 @@ class Slots(NamedTuple):
 
     def combine(self, rows_SD: jax.Array, weights_Xk: jax.Array) -> jax.Array:
         """Returns the weighted sum of each token's slots [X, D]; assignments without a slot add nothing."""
-        X, k = weights_Xk.shape
-        rows_XkD = jnp.reshape(self.back(rows_SD), (X, k, -1)).astype(jnp.float32)
-        return jnp.sum(rows_XkD * weights_Xk[..., None], axis=1).astype(rows_SD.dtype)
+        slot_Xk = jnp.reshape(self.slot_A, weights_Xk.shape)
+        return _combine(rows_SD, weights_Xk, slot_Xk, self.assignment_S)
+
+
+def _rows(x: jax.Array, at: jax.Array) -> jax.Array:
+    """Returns `x[at]`, zeros where the index is out of range."""
+    return x.at[at].get(mode="fill", fill_value=0)
 
 
 # Autodiff's gradient of a gather is a scatter, which is a loop over rows on a CPU and slow on a TPU. The map is
-# one-to-one, so the gradient can be a gather too.
+# one-to-one, so the gradients can be gathers too. Those of a token's k rows are added one by one: in one array
+# [X, k, D], a TPU pads k to a whole tile.
 @jax.custom_vjp
 def _take(x_ND: jax.Array, from_M: jax.Array, to_NK: jax.Array) -> jax.Array:
     """Returns `x[from_M]`, zeros where the index is out of range; `to_NK` lists the rows that each x[n] went to."""
-    return x_ND.at[from_M].get(mode="fill", fill_value=0)
+    return _rows(x_ND, from_M)
 
 
-_take.defvjp(
-    lambda x_ND, from_M, to_NK: (_take(x_ND, from_M, to_NK), to_NK),
-    lambda to_NK, grad_MD: (
-        jnp.sum(grad_MD.at[to_NK].get(mode="fill", fill_value=0), axis=1),
-        None,
-        None,
-    ),
-)
+def _take_backward(to_NK, grad_MD):
+    parts = (_rows(grad_MD, to_N).astype(jnp.float32) for to_N in to_NK.T)
+    return reduce(jnp.add, parts).astype(grad_MD.dtype), None, None
+
+
+_take.defvjp(lambda x_ND, from_M, to_NK: (_take(x_ND, from_M, to_NK), to_NK), _take_backward)
+
+
+@jax.custom_vjp
+def _combine(rows_SD, weights_Xk, slot_Xk, assignment_S) -> jax.Array:
+    """Computes `Slots.combine`, in float32."""
+    parts = (
+        _rows(rows_SD, slot_X).astype(jnp.float32) * weight_X[:, None]
+        for slot_X, weight_X in zip(slot_Xk.T, weights_Xk.T, strict=True)
+    )
+    return reduce(jnp.add, parts).astype(rows_SD.dtype)
+
+
+def _combine_backward(kept, grad_XD):
+    rows_SD, weights_Xk, slot_Xk, assignment_S = kept
+    weight_S = _rows(jnp.ravel(weights_Xk), assignment_S)
+    grad_SD = _rows(grad_XD, assignment_S // weights_Xk.shape[1]).astype(jnp.float32)
+    wide_XD = grad_XD.astype(jnp.float32)
+    of_weights = [jnp.sum(wide_XD * _rows(rows_SD, slot_X), axis=1) for slot_X in slot_Xk.T]
+    grad_rows_SD = (grad_SD * weight_S[:, None]).astype(rows_SD.dtype)
+    return grad_rows_SD, jnp.stack(of_weights, axis=1), None, None
+
+
+_combine.defvjp(lambda *args: (_combine(*args), args), _combine_backward)
 
 
 class Layout(NamedTuple):
