@@ -1648,7 +1648,7 @@ for functions of scalars.
 - You may not use JAX's own derivatives.
 """,
     hints=(
-        "Draw the graph of `y = x * sin(x) + x`. Along how many ways does x reach y? What does each one contribute "
+        "Draw the graph of `y = x * sin(x) + x`. By how many paths does x reach y? What does each one contribute "
         "to the derivative, and when do you know that you've seen them all?",
         "Go through the equations twice. First in order, with a dict from variables to values. Then in reverse, with "
         "a dict from variables to cotangents: an equation takes its results' cotangents, and *adds* to those of its "

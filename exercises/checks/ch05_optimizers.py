@@ -34,8 +34,8 @@ $$
 
 where the term $\\lambda w$ applies only to parameters that `decays` marks with True.
 
-- `grads`, `params`, `decays` and both moments are pytrees of the same structure, which can be any.
-  Shapes are ragged; scalars and empty arrays occur.
+- `grads`, `params`, `decays` and both moments are pytrees that all have the same structure. It can
+  be any structure, with arrays of any shapes, including scalars and empty arrays.
 - `state["count"]` is the number of updates *before* this one, an int32 array. One compiled function
   serves all updates.
 - Moments and arithmetic are float32, even if gradients are bfloat16.
