@@ -1516,7 +1516,7 @@ first ones, a whole prompt or a single token, and returns `(out_BTNH, cache)`.
     hints=(
         "With a window of 3, write down which tokens the cache holds after each of the first seven tokens. Which token "
         "does each new one replace? Then read the same seven in pieces of two and of five.",
-        "Give position p a slot of its own choice among `window`, by its remainder. From the number of tokens read so "
+        "Let position p choose one of `window` slots by its remainder, `p % window`. From the number of tokens read so "
         "far, you can compute which position each slot holds now. The mask only compares positions. When a piece has "
         "several tokens, must its first token still see something that its last one replaces?",
         "Keep keys, values and the count. Slot j holds position `newest - (newest - j) % window`, and nothing if that "
