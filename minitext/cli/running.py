@@ -332,7 +332,7 @@ def parity(
 ) -> None:
     """Compare a checkpoint's model here with transformers' on the same files: layers, logits, greedy tokens.
 
-    Both compute in float32, so this needs memory for both. Exits with 1, naming the first layer that departs, if they
+    Both compute in float32, so this needs memory for both. Exits with 1, naming the first layer that differs, if they
     differ by more than rounding. Needs the extra parity.
     """
     start()

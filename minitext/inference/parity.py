@@ -1,7 +1,7 @@
 """Is this checkpoint computed here as transformers computes it? Two models from the same files, number against number.
 
 Both run in float32 on the CPU with plain attention, on the same random tokens. Compared are the residual stream after
-each layer, which names the first layer that departs, the logits, and the tokens that each model finds most likely one
+each layer, which names the first layer that differs, the logits, and the tokens that each model finds most likely one
 after another, from its own cache.
 
 Chapters: 23.
@@ -39,7 +39,7 @@ class Parity(NamedTuple):
       logits: difference of the logits.
       argmax: share of the text's places at which both find the same token most likely.
       layers: difference after each layer.
-      departs: the first layer beyond `TOLERANCE`, or None.
+      differs: the first layer beyond `TOLERANCE`, or None.
       greedy: how many tokens both continue the text with equally.
       continued: of so many.
     """
@@ -50,7 +50,7 @@ class Parity(NamedTuple):
     logits: float
     argmax: float
     layers: list[float]
-    departs: int | None
+    differs: int | None
     greedy: int
     continued: int
 
@@ -61,7 +61,7 @@ class Parity(NamedTuple):
     @property
     def holds(self) -> bool:
         """Whether everything is equal but for rounding."""
-        return self.departs is None and self.logits <= TOLERANCE and self.greedy == self.continued
+        return self.differs is None and self.logits <= TOLERANCE and self.greedy == self.continued
 
 
 def compare(folder: str, *, length: int = 32, continued: int = 16, seed: int = 0) -> Parity:
@@ -110,7 +110,7 @@ def compare(folder: str, *, length: int = 32, continued: int = 16, seed: int = 0
         logits=_apart(logits, want),
         argmax=float(np.mean(logits.argmax(-1) == want.argmax(-1))),
         layers=layers,
-        departs=next((i for i, apart in enumerate(layers) if apart > TOLERANCE), None),
+        differs=next((i for i, apart in enumerate(layers) if apart > TOLERANCE), None),
         greedy=int(equal.sum()),
         continued=continued,
     )
@@ -196,7 +196,7 @@ def print_parity(found: Parity) -> None:
     """Prints the comparison."""
     print(f"{found.family}, {found.parameters:,} parameters, {found.tokens} tokens, float32")
     for number, apart in enumerate(found.layers):
-        print(f"layer {number:<4} {apart:.1e}{'  <- departs' if number == found.departs else ''}")
+        print(f"layer {number:<4} {apart:.1e}{'  <- differs' if number == found.differs else ''}")
     print(
         f"logits     {found.logits:.1e}, the same most likely token at {found.argmax:.0%} of positions"
     )

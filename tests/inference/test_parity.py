@@ -34,7 +34,7 @@ def test_the_first_layer_that_departs_is_named(folder, monkeypatch):
 
     monkeypatch.setattr(parity.families, "config", off)
     found = parity.compare(str(folder), length=12, continued=6)
-    assert not found.holds and found.departs == 1
+    assert not found.holds and found.differs == 1
     json.dumps(found.to_json())
 
 
