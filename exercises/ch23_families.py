@@ -150,7 +150,7 @@ def find_settings(ours, theirs, options, layers, vocab, longest):
       ours: function of (settings, tokens), with a dict for each layer and an
         integer array [T]. Returns a list with an array [T, D] for each layer:
         the residual stream after it.
-      theirs: function of tokens that returns the same of their model.
+      theirs: function of tokens that returns the same for their model.
       options: dict, name of a setting -> list of its possible values.
       layers: number of layers.
       vocab: tokens are below this number.

@@ -289,6 +289,84 @@ def takes_any_length(score, max_length):
     return scorer
 
 
+@retracing.mutant("Your mask is the wrong way round: 1 on the padding, 0 on the line.")
+def mask_upside_down(score, max_length):
+    jitted = jax.jit(score)
+
+    def scorer(line):
+        check_length(line, max_length)
+        tokens_T, mask_T = pad_and_mask(line, next_power(len(line)))
+        return jitted(tokens_T, 1 - mask_T)
+
+    return scorer
+
+
+@retracing.mutant(
+    "You refuse a line of exactly max_length tokens. That is the longest line the scorer accepts."
+)
+def refuses_the_longest(score, max_length):
+    jitted = jax.jit(score)
+
+    def scorer(line):
+        check_length(line, max_length - 1)
+        return jitted(*pad_and_mask(line, next_power(len(line))))
+
+    return scorer
+
+
+@retracing.mutant(
+    "You pad to a multiple of some number, so there are as many traces as multiples. Powers of two are "
+    "few: pad to the smallest that holds the line."
+)
+def multiple_of_eight(score, max_length):
+    jitted = jax.jit(score)
+
+    def scorer(line):
+        check_length(line, max_length)
+        return jitted(*pad_and_mask(line, -(-len(line) // 8) * 8))
+
+    return scorer
+
+
+@retracing.mutant("You never pad: each new length of a line is a new shape, and a new trace.")
+def never_pads(score, max_length):
+    jitted = jax.jit(score)
+
+    def scorer(line):
+        check_length(line, max_length)
+        return jitted(*pad_and_mask(line, len(line)))
+
+    return scorer
+
+
+@retracing.mutant(
+    "You pad to at least some length, such as 8. A line of one token is padded to 1, the smallest "
+    "power of two."
+)
+def at_least_eight(score, max_length):
+    jitted = jax.jit(score)
+
+    def scorer(line):
+        check_length(line, max_length)
+        return jitted(*pad_and_mask(line, max(next_power(len(line)), 8)))
+
+    return scorer
+
+
+@retracing.mutant(
+    "An empty line is scored. It has no tokens to average over: raise a ValueError for it too."
+)
+def takes_empty_lines(score, max_length):
+    jitted = jax.jit(score)
+
+    def scorer(line):
+        if len(line) > max_length:
+            raise ValueError(f"{len(line)} tokens")
+        return jitted(*pad_and_mask(line, next_power(max(len(line), 1))))
+
+    return scorer
+
+
 # ------------------------------------------------------------------------------------- pytree
 
 pytree = Exercise(
@@ -559,6 +637,63 @@ def unflatten_runs_init():
     )
 
 
+@pytree.mutant("Your children come in another order: the parameters first, then the count.")
+def count_first():
+    return average_class(
+        lambda a: ((a.count, a.params), a.decay),
+        lambda cls, decay, children: bare(cls, children[1], decay, children[0]),
+    )
+
+
+@pytree.mutant(
+    "Your flatten returns the auxiliary data first. It returns the children, then the auxiliary data."
+)
+def auxiliary_data_first():
+    return average_class(
+        lambda a: (a.decay, (a.params, a.count)),
+        lambda cls, aux, children: bare(cls, aux[0], children, aux[1]),
+    )
+
+
+@pytree.mutant(
+    "Your unflatten takes its arguments the other way round: JAX calls it with the auxiliary data "
+    "first, then the children."
+)
+def unflatten_turned_round():
+    return average_class(
+        lambda a: ((a.params, a.count), a.decay),
+        lambda cls, children, decay: bare(cls, children[0], decay, children[1]),
+    )
+
+
+@pytree.mutant("The class is never registered, so JAX takes an average for one leaf.")
+def never_registered():
+    plain = average_class(lambda a: ((a.params, a.count), a.decay), bare)
+    return type("Average", (plain,), {})
+
+
+@pytree.mutant(
+    "Your unflatten returns the parts. It returns an `Average` again, with all three attributes set."
+)
+def returns_the_parts():
+    return average_class(
+        lambda a: ((a.params, a.count), a.decay),
+        lambda cls, decay, children: (*children, decay),
+    )
+
+
+@pytree.mutant(
+    "Your unflatten leaves out an attribute: an average has `params`, `count` and `decay`."
+)
+def attribute_left_out():
+    def unflatten(cls, decay, children):
+        average = bare(cls, children[0], decay, children[1])
+        del average.decay
+        return average
+
+    return average_class(lambda a: ((a.params, a.count), a.decay), unflatten)
+
+
 # ---------------------------------------------------------------------------------------- hvp
 
 hvp = Exercise(
@@ -722,6 +857,44 @@ def whole_hessian(f, params, vector):
     flat, unravel = ravel_pytree(params)
     hessian = jax.hessian(lambda x: f(unravel(x)))(flat)
     return unravel(hessian @ ravel_pytree(vector)[0])
+
+
+@hvp.mutant(
+    "You differentiate f along the vector. That is a number, the gradient times the vector; it is the "
+    "*gradient* that must be differentiated."
+)
+def slope_along_the_vector(f, params, vector):
+    return jax.jvp(f, (params,), (vector,))[1]
+
+
+@hvp.mutant(
+    "You take the Hessian at the vector and multiply it by the parameters. The point is `params`; the "
+    "tangent is `vector`."
+)
+def turned_round(f, params, vector):
+    return jax.jvp(jax.grad(f), (vector,), (params,))[1]
+
+
+@hvp.mutant(
+    "You return v' H v, a number: the product is multiplied by the vector once more. H v alone is asked "
+    "for."
+)
+def twice_the_vector(f, params, vector):
+    return jax.jvp(lambda p: jax.jvp(f, (p,), (vector,))[1], (params,), (vector,))[1]
+
+
+@hvp.mutant("You return both results of jvp. The product is the second alone.")
+def both_results(f, params, vector):
+    return jax.jvp(jax.grad(f), (params,), (vector,))
+
+
+@hvp.mutant(
+    "You use the diagonal of the Hessian alone. Each entry of H v is a sum over all entries of v."
+)
+def diagonal_alone(f, params, vector):
+    flat, unravel = ravel_pytree(params)
+    hessian = jax.hessian(lambda x: f(unravel(x)))(flat)
+    return unravel(jnp.diag(hessian) * ravel_pytree(vector)[0])
 
 
 # -------------------------------------------------------------------------------- per_example
@@ -1002,6 +1175,72 @@ def loops_in_python(loss, params, batch, max_norm):
     return scaled_mean(grads, safe_scale(norms, max_norm), params), norms
 
 
+@per_example.mutant("Your norms are sums of squares. Take the root.")
+def squared_norms(loss, params, batch, max_norm):
+    grads = example_grads(loss, params, batch)
+    norms = global_norms(grads) ** 2
+    return scaled_mean(grads, safe_scale(norms, max_norm), params), norms
+
+
+@per_example.mutant("You return the norms after clipping. They are asked for as they were before.")
+def norms_afterwards(loss, params, batch, max_norm):
+    grads = example_grads(loss, params, batch)
+    norms = global_norms(grads)
+    return scaled_mean(grads, safe_scale(norms, max_norm), params), jnp.minimum(norms, max_norm)
+
+
+@per_example.mutant(
+    "You cut entries one by one to max_norm. It is the length of the whole gradient that is bounded."
+)
+def cuts_entries(loss, params, batch, max_norm):
+    grads = example_grads(loss, params, batch)
+    cut = jax.tree.map(lambda g: jnp.clip(g, -max_norm, max_norm), grads)
+    return scaled_mean(cut, jnp.ones_like(global_norms(grads)), params), global_norms(grads)
+
+
+@per_example.mutant("You never clip: the mean is that of the whole gradients.")
+def never_clips(loss, params, batch, max_norm):
+    grads = example_grads(loss, params, batch)
+    norms = global_norms(grads)
+    return scaled_mean(grads, jnp.ones_like(norms), params), norms
+
+
+@per_example.mutant(
+    "You take one norm for the whole batch. Each example has its own: keep axis 0 when you add up "
+    "squares."
+)
+def one_norm_for_the_batch(loss, params, batch, max_norm):
+    grads = example_grads(loss, params, batch)
+    norms = jnp.full_like(global_norms(grads), jnp.sqrt(jnp.sum(global_norms(grads) ** 2)))
+    return scaled_mean(grads, safe_scale(norms, max_norm), params), norms
+
+
+@per_example.mutant(
+    "You return the gradients of all examples. They are averaged over the batch, axis 0."
+)
+def never_averages(loss, params, batch, max_norm):
+    grads = example_grads(loss, params, batch)
+    norms = global_norms(grads)
+    return scaled_mean(grads, safe_scale(norms, max_norm), params, lambda g, axis: g), norms
+
+
+@per_example.mutant("You return the norms first. The gradient comes first, then the norms.")
+def norms_first(loss, params, batch, max_norm):
+    grads = example_grads(loss, params, batch)
+    norms = global_norms(grads)
+    return norms, scaled_mean(grads, safe_scale(norms, max_norm), params)
+
+
+@per_example.mutant(
+    "Your mean is float32 for bfloat16 parameters. Each array of it has the dtype of its parameter."
+)
+def mean_in_float32(loss, params, batch, max_norm):
+    grads = example_grads(loss, params, batch)
+    norms = global_norms(grads)
+    mean = scaled_mean(grads, safe_scale(norms, max_norm), params)
+    return jax.tree.map(lambda g: g.astype(jnp.float32), mean), norms
+
+
 # ---------------------------------------------------------------------------------- logsumexp
 
 logsumexp = Exercise(
@@ -1269,6 +1508,115 @@ def plain_formula(logits):
     return good_forward(logits)[0]
 
 
+def top_not_added_forward(logits):
+    x = logits.astype(jnp.float32)
+    value = good_forward(logits)[0]
+    return value - top_of(x)[..., 0], (logits, value)
+
+
+wrong_logsumexp(
+    "top_not_added_again",
+    "You subtract the largest logit before exp and don't add it again after log.",
+    forward=top_not_added_forward,
+)
+
+
+def column_forward(logits):
+    value, kept = good_forward(logits)
+    return value[..., None], kept
+
+
+wrong_logsumexp(
+    "axis_of_length_one",
+    "Your value keeps an axis of length 1. keepdims=True is for the subtraction; the value has one "
+    "number for each row.",
+    forward=column_forward,
+    backward=lambda residuals, g: good_backward(residuals, g[..., 0]),
+)
+
+
+def other_axis_forward(logits):
+    x = jnp.moveaxis(logits.astype(jnp.float32), 0, -1)
+    return good_forward(x)
+
+
+wrong_logsumexp(
+    "over_the_first_axis",
+    "You sum over another axis than the last.",
+    forward=other_axis_forward,
+    backward=lambda residuals, g: (jnp.moveaxis(good_backward(residuals, g)[0], -1, 0),),
+)
+
+
+def no_logarithm_forward(logits):
+    value, kept = good_forward(logits)
+    return jnp.exp(value), kept
+
+
+wrong_logsumexp(
+    "no_logarithm",
+    "You return the sum of the exponentials. Its logarithm is asked for.",
+    forward=no_logarithm_forward,
+)
+
+
+def unnormalised_backward(residuals, g):
+    logits, _ = residuals
+    x = logits.astype(jnp.float32)
+    return ((g[..., None] * jnp.exp(x - top_of(x))).astype(logits.dtype),)
+
+
+wrong_logsumexp(
+    "gradient_not_normalised",
+    "Your gradient is exp(x - top) times g. It isn't divided by the row's sum: softmax is exp(x - "
+    "value).",
+    backward=unnormalised_backward,
+)
+wrong_logsumexp(
+    "cotangent_not_in_a_tuple",
+    "Your backward rule returns an array. It returns a tuple with one cotangent for each argument, "
+    "even if there is only one.",
+    backward=lambda residuals, g: good_backward(residuals, g)[0],
+)
+wrong_logsumexp(
+    "cotangent_as_it_comes",
+    "You multiply g, which has no last axis, by the softmax, which has one. Give g a last axis of "
+    "length 1.",
+    backward=lambda residuals, g: (g * good_backward(residuals, jnp.ones_like(g))[0],),
+)
+
+
+def float32_backward(residuals, g):
+    logits, value = residuals
+    return good_backward((logits.astype(jnp.float32), value), g)
+
+
+wrong_logsumexp(
+    "gradient_in_float32",
+    "Your gradient is float32 whatever the logits are. A cotangent has the dtype of its argument.",
+    backward=float32_backward,
+)
+
+
+def wide_forward(logits):
+    value, _ = good_forward(logits)
+    return value, (logits.astype(jnp.float32), value, jnp.zeros(0, logits.dtype))
+
+
+def wide_backward(residuals, g):
+    logits, value, like = residuals
+    return (good_backward((logits, value), g)[0].astype(like.dtype),)
+
+
+wrong_logsumexp(
+    "keeps_float32_logits",
+    "You keep the logits in float32: twice the bytes of bfloat16 logits. Keep them as they came and "
+    "convert them again in the backward rule.",
+    forward=wide_forward,
+    backward=wide_backward,
+)
+
+
 # ------------------------------------------------------------------------------------- reverse
 
 reverse = Exercise(
@@ -1300,7 +1648,7 @@ for functions of scalars.
 - You may not use JAX's own derivatives.
 """,
     hints=(
-        "Draw the graph of `y = x * sin(x) + x`. Along how many ways does x reach y? What does each one contribute "
+        "Draw the graph of `y = x * sin(x) + x`. By how many paths does x reach y? What does each one contribute "
         "to the derivative, and when do you know that you've seen them all?",
         "Go through the equations twice. First in order, with a dict from variables to values. Then in reverse, with "
         "a dict from variables to cotangents: an equation takes its results' cotangents, and *adds* to those of its "

@@ -572,7 +572,7 @@ one other.
   | `mesh['x'=2,'y'=4] {'y'}` | along the named axes of a mesh; there may be other text between `]` and `{` | 4 |
   | `{}`, or nothing | all devices in one: `num_partitions=` in the first line | that number |
 
-  Several names in braces, `{'x','y'}`, multiply.
+  If there are several names in the braces, as in `{'x','y'}`, multiply their sizes.
 - Count through loops as in `02.count_bytes`: a body runs `"known_trip_count":{"n":"12"}` times, or
   once if there is no note, and loops can be nested. There is no `call` here, and nothing
   asynchronous.

@@ -22,15 +22,15 @@ intensity = Exercise(
 Write `einsum_cost(subscripts, shapes, dtype, result_dtype)` for a product of two arrays. It returns
 `(flops, bytes, intensity)`.
 
-- A multiplication and an addition count 2. So does a sum with a single term, because it is added to
-  0.
+- Each term of a sum counts as 2 FLOPs, a multiplication and an addition. The first term does too,
+  because it is added to 0.
 - Both operands are read once and the result is written once. Operands have `dtype`, and the result
   has `result_dtype`, which may be different.
 - FLOPs and bytes are exact Python integers. A step of a large model has more FLOPs than 64 bits
   hold.
 - If nothing is moved because every array is empty, the intensity is 0.0.
 - If a letter has two different sizes, raise a `ValueError` whose message names the letter, as in
-  `K is 61 and 62`. The subscripts alone don't say which letter it is.
+  `K is 61 and 62`. You have to look at the shapes to find the letter.
 """,
     hints=(
         "Write the product as nested Python loops, one for each letter. How many loops are "
@@ -344,7 +344,7 @@ def one_operand_read(subscripts, shapes, dtype, result_dtype):
 
 crossover = Exercise(
     "03.crossover_batch",
-    title="From which batch on",
+    title="The smallest batch that is large enough",
     function="crossover_batch",
     minutes=20,
     points=10,
@@ -1059,10 +1059,10 @@ the FLOPs of every `dot_general` that the program runs, as an exact Python integ
 - A `dot_general` has 2 FLOPs for each number of its result and each term of the sum for that
   number. `eqn.params["dimension_numbers"]` says which dimensions are summed. If none are, the sum
   has one term; if one of them is empty, it has none.
-- The body of a `scan` counts `eqn.params["length"]` times, also in a scan within a scan.
+- The body of a `scan` counts `eqn.params["length"]` times, even in a scan within a scan.
 - Look inside every equation that calls another jaxpr: `jit`, `checkpoint`, functions with
-  `custom_jvp` or `custom_vjp`, and any of these within each other. Some parameters hold a jaxpr,
-  and some hold a closed one with the jaxpr as its `.jaxpr`.
+  `custom_jvp` or `custom_vjp`, and any of these nested in one another. Some parameters hold a
+  jaxpr, and some hold a closed one with the jaxpr as its `.jaxpr`.
 - Only one branch of a `cond` runs. Count the one with the most FLOPs.
 - Everything else counts as zero. There is no `while` in the checks.
 """,
@@ -1462,15 +1462,16 @@ of a chain of operations yourself, each for a stretch of the chain. Where do you
 Write `cut_program(ops, first, room, peak, bandwidth, launch)`. It returns `(seconds, lengths)`: the least time in which
 the whole chain can run, and how many operations each kernel has, in order.
 
-- A kernel runs one or more operations that follow one another. It reads the result of the operation before it (`first`
-  bytes, if there is none) and the weights of all its operations, and writes the result of its last operation. Results
-  inside it never go to memory.
+- A kernel runs one or more operations that follow one another. It reads the result of the operation before it (or the
+  input of `first` bytes, if there is none) and the weights of all its operations, and writes the result of its last
+  operation. Results inside it never go to memory.
 - It has to hold what it reads and the results of *all* its operations at once, in at most `room` bytes. A kernel of one
   operation may be larger, because it can work on one part at a time.
 - Its arithmetic overlaps with its memory, even that of different operations: it takes the longer of its FLOPs over
   `peak` and its bytes over `bandwidth`. Each kernel costs `launch` seconds more.
 - Kernels run one after another. If several cuts take the least time, return any of them.
-- A chain of 60 operations, which has $2^{59}$ cuts, takes at most a few seconds. An empty chain takes no time.
+- Your function has at most a few seconds for a chain of 60 operations, which can be cut in $2^{59}$ ways. For
+  an empty chain, return 0 seconds and no kernels.
 """,
     hints=(
         "Try a chain of three operations on paper, with room for two. What decides whether the middle one goes with "
@@ -1478,7 +1479,7 @@ the whole chain can run, and how many operations each kernel has, in order.
         "Suppose you know the least time for the first k operations, for every k below n. The last kernel of the first "
         "n begins somewhere. What is the least time for each of its beginnings?",
         "`best[0] = (0.0, [])`. For each `end` from 1, try every `begin` below it: if the operations from `begin` to "
-        "`end` fit into the room, or are only one, then `best[begin]` plus this kernel's time is a candidate for "
+        "`end` fit into the room, or there's only one, then `best[begin]` plus this kernel's time is a candidate for "
         "`best[end]`. Take the smallest.",
     ),
 )  # fmt: skip

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import jax
@@ -1485,3 +1486,381 @@ def tied_logits_for_nothing(cfg, new, cached):
 def training(cfg, new, cached):
     parameters, size, flops = cost(cfg, new, cached)
     return parameters, size, 3 * flops
+
+
+# ------------------------------------------------------------------------------------- window
+
+window = Exercise(
+    "04.window",
+    title="A cache that forgets",
+    function="attend_window",
+    minutes=40,
+    points=20,
+    statement="""
+A cache that keeps every token grows with the text. Several models have layers in which a token sees only the last few
+thousand tokens. Such a layer needs no cache longer than that, however long the text gets. Design it.
+
+Write `attend_window(q_BTNH, k_BTKH, v_BTKH, cache, window)`. It reads T new tokens of each of B texts, which may be the
+first ones, a whole prompt or a single token, and returns `(out_BTNH, cache)`.
+
+- A token at position $t$ sees positions $t - \\text{window} + 1$ to $t$ of its own text, as far as they exist, in
+  whatever pieces they were read. Scores are divided by $\\sqrt{H}$, and heads are shared as in exercise 04.gqa. You may
+  use `jax.nn.dot_product_attention`.
+- The cache is `None` before the first call. After that it's any pytree of arrays that you like: the next call gets what
+  you returned. Each text has a cache of its own, and all B texts of a batch are equally long.
+- It takes at most the bytes that the keys and values of `window` tokens take in their own dtype, plus 256. Its shapes
+  and dtypes never change, so one compiled function reads one token after another.
+- What is kept isn't moved. If a call reads T tokens, at most the keys and values of T tokens change in the cache.
+- The checks run your function under `jax.jit`, with `window` a Python int.
+""",
+    hints=(
+        "With a window of 3, write down which tokens the cache holds after each of the first seven tokens. Which token "
+        "does each new one replace? Then read the same seven in pieces of two and of five.",
+        "Let position p choose one of `window` slots by its remainder, `p % window`. From the number of tokens read so "
+        "far, you can compute which position each slot holds now. The mask only compares positions. When a piece has "
+        "several tokens, must its first token still see something that its last one replaces?",
+        "Keep keys, values and the count. Slot j holds position `newest - (newest - j) % window`, and nothing if that "
+        "is negative. Attend to the cache and the new tokens side by side, with a mask `0 <= t - position < window`. "
+        "Only then write the last `window` new tokens, with `.at[:, positions % window].set(...)`.",
+    ),
+)  # fmt: skip
+
+
+def window_text(t, length, B=2, N=6, K=2, dtype=jnp.float32):
+    """(q, k, v) of whole texts."""
+    heads = (N, K, K)
+    return [vectors(t, (B, length, n, 8), dtype, 2.0) for n in heads]
+
+
+def windowed(q_BTNH, k_BSKH, v_BSKH, window):
+    """Attention of whole texts in float64."""
+    q, k, v = (np.asarray(x).astype(np.float64) for x in (q_BTNH, k_BSKH, v_BSKH))
+    group = q.shape[2] // k.shape[2]
+    k, v = np.repeat(k, group, axis=2), np.repeat(v, group, axis=2)
+    scores = np.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(q.shape[-1])
+    age = np.arange(q.shape[1])[:, None] - np.arange(q.shape[1])
+    scores = np.where((age >= 0) & (age < window), scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.einsum("bnts,bsnh->btnh", weights, v)
+
+
+def read_pieces(fn, text, window, lengths):
+    """What fn returns for a text read in pieces: the outputs joined, the caches, the traces."""
+    traces = []
+
+    def counted(*args):
+        traces.append(None)
+        return fn(*args, window)
+
+    # Many small programs run once: optimising them takes longer than running them.
+    step = jax.jit(counted, compiler_options={"xla_backend_optimization_level": 0})
+    cache, outs, caches, begin = None, [], [], 0
+    for length in lengths:
+        out, cache = step(*(x[:, begin : begin + length] for x in text), cache)
+        outs.append(np.asarray(out))
+        caches.append(cache)
+        begin += length
+    return np.concatenate(outs, axis=1), caches, len(traces)
+
+
+def sees_its_window(t, fn, window, lengths, **sizes):
+    text = window_text(t, sum(lengths), **sizes)
+    got, _, traces = read_pieces(fn, text, window, lengths)
+    why = f"window {window}, read in pieces of {', '.join(map(str, lengths))}"
+    t.close(got, windowed(*text, window), rtol=1e-4, atol=1e-5, dtype=jnp.float32, why=why)
+    return traces
+
+
+@window.check("one token at a time, by one program")
+def _(fn, t):
+    traces = sees_its_window(t, fn, 4, [1] * 11)
+    why = f"11 single tokens took {traces} traces: the first has no cache, the others are alike"
+    t.true(traces <= 2, why, observed=traces)
+
+
+@window.check("a prompt longer than the window, then single tokens")
+def _(fn, t):
+    sees_its_window(t, fn, 4, [9, 1, 1, 1, 1, 1, 1])
+
+
+@window.check("pieces shorter than the window, as long, and longer")
+def _(fn, t):
+    sees_its_window(t, fn, 3, [2, 3, 2, *(int(n) for n in t.rng.permutation([7, 3])), 2], K=3)
+
+
+@window.check("a window of one token")
+def _(fn, t):
+    sees_its_window(t, fn, 1, [2, 1, 1], B=1)
+
+
+@window.check("a window longer than the text")
+def _(fn, t):
+    sees_its_window(t, fn, 12, [3, 3, 3], B=3, K=1)
+
+
+@window.check("bfloat16, and a small cache in which little moves")
+def _(fn, t):
+    lengths = [9, 1, 1, 1, 1]
+    text = window_text(t, sum(lengths), dtype=jnp.bfloat16)
+    got, caches, _ = read_pieces(fn, text, 4, lengths)
+    want = windowed(*text, 4)
+    t.close(got, want, rtol=0.03, atol=0.05, dtype=jnp.bfloat16, why="window 4, in bfloat16")
+    sizes = [sum(x.nbytes for x in jax.tree.leaves(cache)) for cache in caches]
+    token = 2 * text[1][:, 0].nbytes
+    why = f"bytes of the cache after each piece are {sizes}; {4 * token} hold 4 tokens"
+    t.true(max(sizes) <= 4 * token + 256, why, observed=sizes)
+    shapes = [str(jax.tree.map(lambda x: (x.shape, str(x.dtype)), cache)) for cache in caches]
+    t.equal(shapes, shapes[:1] * len(shapes), why="shapes and dtypes of the cache")
+    changed = []
+    for before, after in itertools.pairwise(caches):
+        pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+        pairs = [(np.asarray(x), np.asarray(y)) for x, y in pairs if x.dtype == jnp.bfloat16]
+        changed.append(sum(int(np.sum(x != y)) for x, y in pairs))
+    why = f"numbers of the cache that changed with each token are {changed}; it has {token // 2}"
+    t.true(max(changed) <= token // 2, why, observed=changed)
+
+
+def ring(
+    q, k, v, cache, window, *, sees=None, slots=None, last=True, size=None, held=None,
+    step=None, dtype=None, scale=None, grouping=None,
+):  # fmt: skip
+    """The right answer, with what one gets wrong as arguments."""
+    B, T, K, H = k.shape
+    size = size or window
+    if cache is None:
+        empty = jnp.zeros((B, size, K, H), dtype or k.dtype)
+        cache = empty, empty, jnp.int32(0)
+    k_old, v_old, count = cache
+    newest = count - 1
+    slot = jnp.arange(size)
+    held_W = held(count, slot) if held else newest - (newest - slot) % size
+    new = count + jnp.arange(T)
+    s = jnp.concatenate([held_W, new])
+    is_new = jnp.arange(size + T) >= size
+    age = new[:, None] - s
+    seen = (age >= 0) & (age < window) & (s >= 0)
+    if sees:
+        seen = sees(age, s, is_new)
+    parts = k_old.astype(k.dtype), k
+    k_all, v_all = jnp.concatenate(parts, 1), jnp.concatenate([v_old.astype(v.dtype), v], 1)
+    if grouping:
+        k_all, v_all = grouping(k_all), grouping(v_all)
+    out = jax.nn.dot_product_attention(q, k_all, v_all, mask=seen[None, None], scale=scale)
+    keep = min(T, size)
+    where = (slots(count, new) if slots else new % size)[-keep:]
+    if last:
+        k, v = k[:, -keep:], v[:, -keep:]
+    else:
+        k, v = k[:, :keep], v[:, :keep]
+    cache = (
+        k_old.at[:, where].set(k.astype(k_old.dtype)),
+        v_old.at[:, where].set(v.astype(v_old.dtype)),
+    )
+    return out, (*cache, count + (T if step is None else step))
+
+
+def joined(q, k, v, cache, window, keep):
+    """A cache in the order of the text, that keeps the last `keep` tokens, or all."""
+    if cache is not None:
+        k, v = jnp.concatenate([cache[0], k], 1), jnp.concatenate([cache[1], v], 1)
+    T, S = q.shape[1], k.shape[1]
+    age = jnp.arange(S - T, S)[:, None] - jnp.arange(S)
+    seen = (age >= 0) & (age < window)
+    out = jax.nn.dot_product_attention(q, k, v, mask=seen[None, None])
+    return out, (k[:, -keep:], v[:, -keep:])
+
+
+@window.mutant(
+    "Your cache keeps every token, and only the mask forgets. Tokens that no one will see again need no memory."
+)
+def keeps_all(q, k, v, cache, window):
+    return joined(q, k, v, cache, window, 10**6)
+
+
+@window.mutant(
+    "Your cache grows until the window is full. Under `jax.jit` each length is another shape, and another compilation. "
+    "Make it full-sized from the start, and mask what isn't filled."
+)
+def grows(q, k, v, cache, window):
+    return joined(q, k, v, cache, window, window)
+
+
+@window.mutant(
+    "You move all the kept tokens along when a new one comes. That reads and writes the whole window for each token. "
+    "Put the new token where the one that nobody will see again is stored."
+)
+def shifts(q, k, v, cache, window):
+    B, T, K, H = k.shape
+    if cache is None:
+        empty = jnp.zeros((B, window, K, H), k.dtype)
+        cache = empty, empty, jnp.int32(0)
+    k_all, v_all = (jnp.concatenate([old, new], 1) for old, new in zip(cache, (k, v), strict=False))
+    position = cache[2] + jnp.arange(-window, T)
+    age = position[window:, None] - position
+    seen = (age >= 0) & (age < window) & (position >= 0)
+    out = jax.nn.dot_product_attention(q, k_all, v_all, mask=seen[None, None])
+    return out, (k_all[:, -window:], v_all[:, -window:], cache[2] + T)
+
+
+@window.mutant(
+    "Your tokens see one token too many. The window counts the token itself: it sees `window - 1` before it."
+)
+def one_too_many(q, k, v, cache, window):
+    def sees(age, s, is_new):
+        return (age >= 0) & (age <= window) & (s >= 0)
+
+    return ring(q, k, v, cache, window, size=window + 1, sees=sees)
+
+
+@window.mutant(
+    "Your tokens see one token too few. The window counts the token itself, and `window - 1` before it."
+)
+def one_too_few(q, k, v, cache, window):
+    def sees(age, s, is_new):
+        return (age >= 0) & (age < max(1, window - 1)) & (s >= 0)
+
+    return ring(q, k, v, cache, window, sees=sees)
+
+
+@window.mutant(
+    "Your new tokens see all others that are read with them, the later ones too. That's the leak of section 4."
+)
+def sees_later_ones(q, k, v, cache, window):
+    def sees(age, s, is_new):
+        return (is_new | (age >= 0)) & (age < window) & (s >= 0)
+
+    return ring(q, k, v, cache, window, sees=sees)
+
+
+@window.mutant(
+    "Among tokens that are read together you mask only the later ones. In a piece longer than the window, the first "
+    "tokens are too old for the last ones."
+)
+def no_window_in_a_piece(q, k, v, cache, window):
+    def sees(age, s, is_new):
+        return (age >= 0) & (is_new | (age < window)) & (s >= 0)
+
+    return ring(q, k, v, cache, window, sees=sees)
+
+
+@window.mutant(
+    "Every token of a piece sees the whole cache. For the first one that's right; for each later one, the oldest token "
+    "in the cache has left the window."
+)
+def whole_cache(q, k, v, cache, window):
+    def sees(age, s, is_new):
+        oldest = jnp.maximum(age[:1] - window + 1, 0) == 0
+        return (age >= 0) & jnp.where(is_new, age < window, oldest) & (s >= 0)
+
+    return ring(q, k, v, cache, window, sees=sees)
+
+
+@window.mutant(
+    "Slots that are still empty take part in the softmax: a key of zeros has a score of 0, which isn't a weight of 0. "
+    "Mask them."
+)
+def sees_empty_slots(q, k, v, cache, window):
+    def sees(age, s, is_new):
+        return (age >= 0) & (age < window)
+
+    return ring(q, k, v, cache, window, sees=sees)
+
+
+@window.mutant(
+    "You write the new tokens into the cache before you attend. The last of them replace tokens that the first of them "
+    "still see. Read first, then write."
+)
+def writes_first(q, k, v, cache, window):
+    B, T, K, H = k.shape
+    if cache is None:
+        empty = jnp.zeros((B, window, K, H), k.dtype)
+        cache = empty, empty, jnp.int32(0)
+    k_ring, v_ring, count = cache
+    new = count + jnp.arange(T)
+    slots = new[-window:] % window
+    k_ring = k_ring.at[:, slots].set(k[:, -window:])
+    v_ring = v_ring.at[:, slots].set(v[:, -window:])
+    newest = count + T - 1
+    held = newest - (newest - jnp.arange(window)) % window
+    age = new[:, None] - held
+    seen = (age >= 0) & (age < window) & (held >= 0)
+    out = jax.nn.dot_product_attention(q, k_ring, v_ring, mask=seen[None, None])
+    return out, (k_ring, v_ring, count + T)
+
+
+@window.mutant(
+    "You count calls, not tokens. A call that reads T tokens moves the next position by T."
+)
+def counts_calls(q, k, v, cache, window):
+    return ring(q, k, v, cache, window, step=1)
+
+
+@window.mutant(
+    "Of a piece longer than the window you keep the beginning. The next token sees the end of it."
+)
+def keeps_the_beginning(q, k, v, cache, window):
+    return ring(q, k, v, cache, window, last=False)
+
+
+@window.mutant(
+    "You write each piece to the beginning of the cache. It belongs in the slots of the oldest tokens; where those are "
+    "depends on how many were read before."
+)
+def writes_to_the_front(q, k, v, cache, window):
+    def slots(count, new):
+        return (new - count) % window
+
+    return ring(q, k, v, cache, window, slots=slots)
+
+
+@window.mutant(
+    "Your mask takes the slots for the text's order, oldest first. Once the cache is full, the oldest token is in "
+    "another slot after each call."
+)
+def takes_slots_for_order(q, k, v, cache, window):
+    def held(count, slot):
+        return jnp.where(count < window, jnp.where(slot < count, slot, -1), count - window + slot)
+
+    return ring(q, k, v, cache, window, held=held)
+
+
+@window.mutant(
+    "Your cache is float32 though keys and values are bfloat16, which takes twice the memory. Keep their own dtype."
+)
+def wide_cache(q, k, v, cache, window):
+    return ring(q, k, v, cache, window, dtype=jnp.float32)
+
+
+@window.mutant(
+    "Your query heads take turns: head n uses key head n % K. Heads of a group are neighbours, n // G, as in 04.gqa."
+)
+def heads_take_turns(q, k, v, cache, window):
+    def grouping(x):
+        return jnp.tile(x, (1, 1, q.shape[2] // x.shape[2], 1))
+
+    return ring(q, k, v, cache, window, grouping=grouping)
+
+
+@window.mutant("You don't divide the scores by the root of H.")
+def not_divided(q, k, v, cache, window):
+    return ring(q, k, v, cache, window, scale=1.0)
+
+
+@window.mutant(
+    "Your cache has as many slots as the first piece has tokens. A short prompt then shortens the window for the whole "
+    "text; only `window` decides."
+)
+def as_long_as_the_prompt(q, k, v, cache, window):
+    size = min(window, q.shape[1]) if cache is None else cache[0].shape[1]
+    return ring(q, k, v, cache, window, size=size)
+
+
+@window.mutant(
+    "A window of one token leaves your cache without a slot, and you divide by the number of slots. Treat an empty "
+    "cache apart, or keep one slot more than you need."
+)
+def no_slot_for_one(q, k, v, cache, window):
+    if window == 1:
+        raise ZeroDivisionError("integer modulo by zero")
+    return ring(q, k, v, cache, window, size=window - 1)

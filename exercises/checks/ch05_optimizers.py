@@ -34,8 +34,8 @@ $$
 
 where the term $\\lambda w$ applies only to parameters that `decays` marks with True.
 
-- `grads`, `params`, `decays` and both moments are pytrees of the same structure, which can be any.
-  Shapes are ragged; scalars and empty arrays occur.
+- `grads`, `params`, `decays` and both moments are pytrees that all have the same structure. It can
+  be any structure, with arrays of any shapes, including scalars and empty arrays.
 - `state["count"]` is the number of updates *before* this one, an int32 array. One compiled function
   serves all updates.
 - Moments and arithmetic are float32, even if gradients are bfloat16.
@@ -192,12 +192,16 @@ def adamw_variant(
     dtype=jnp.float32,
     own_b1=None,
     own_b2=None,
+    new_share=lambda b: 1 - b,
+    counts=1,
+    swapped=False,
+    result=lambda p, u: u,
 ):
     """A correct adamw_update but for what is passed."""
 
     def adamw_update(grads, state, params, rate, decays, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1):  # fmt: skip
-        b1, b2 = own_b1 or b1, own_b2 or b2
-        count = state["count"] + 1
+        b1, b2 = (b2, b1) if swapped else (own_b1 or b1, own_b2 or b2)
+        count = state["count"] + counts
         t = (state["count"] + first_t).astype(jnp.float32)
         share = jax.tree.map(lambda d: weight_decay * (d or not masked), decays)
         grads = jax.tree.map(lambda g: g.astype(dtype or g.dtype), grads)
@@ -205,9 +209,9 @@ def adamw_variant(
             grads = jax.tree.map(lambda g, p, s: g + s * p, grads, params, share)
         square = lambda g: (g * g).astype(jnp.float32)  # noqa: E731
         mu = jax.tree.map(
-            lambda m, g: b1 * m + (1 - b1) * g.astype(jnp.float32), state["mu"], grads
+            lambda m, g: b1 * m + new_share(b1) * g.astype(jnp.float32), state["mu"], grads
         )
-        nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * square(g), state["nu"], grads)
+        nu = jax.tree.map(lambda v, g: b2 * v + new_share(b2) * square(g), state["nu"], grads)
         mu_hat = jax.tree.map(lambda m: correct(m, b1, t), mu)
         nu_hat = jax.tree.map(lambda v: correct(v, b2, t), nu)
 
@@ -218,6 +222,7 @@ def adamw_variant(
             return sign * (direction + (rate if decay_times_rate else 1.0) * s * p)
 
         updates = jax.tree.map(update, mu_hat, nu_hat, params, share)
+        updates = jax.tree.map(result, params, updates)
         kept = (mu_hat, nu_hat) if keep_corrected else (mu, nu)
         return updates, {"count": count, "mu": kept[0], "nu": kept[1]}
 
@@ -292,6 +297,41 @@ wrong_adamw(
     "You square the gradient in its own dtype. The square of a bfloat16 number is rounded to 8 bits "
     "before it enters v. Convert the gradient to float32 first.",
     dtype=None,
+)
+wrong_adamw(
+    "new_parameters",
+    "You return the new parameters. What is asked for is the change alone, which the caller adds to "
+    "them.",
+    result=lambda p, u: p + u,
+)
+wrong_adamw(
+    "swapped_decays",
+    "You take b1 for the second moment and b2 for the first. b1 belongs to m, b2 to v.",
+    swapped=True,
+)
+wrong_adamw(
+    "whole_gradient_added",
+    "You add the whole gradient to the decayed moment. Both moments are averages: what is new goes in "
+    "with the share 1 - b.",
+    new_share=lambda b: 1.0,
+)
+wrong_adamw(
+    "no_root",
+    "You divide by v itself. It is an average of squares: take its root first, or the step grows as "
+    "the gradient shrinks.",
+    root=lambda v, eps: v + eps,
+)
+wrong_adamw(
+    "product_for_power",
+    "Your correction is right for t = 1 alone. The weight of an average after t updates is 1 - b to "
+    "the power of t.",
+    correct=lambda m, b, t: m / (1 - b),
+)
+wrong_adamw(
+    "does_not_count",
+    "The count in your new state is the old one, so every update takes itself for the first. Return "
+    "the count plus 1.",
+    counts=0,
 )
 
 # -------------------------------------------------------------------------------------- clip
@@ -445,7 +485,7 @@ def sum_of_norms(grads, limit):
 def norm_afterwards(grads, limit):
     norm = jnp.sqrt(sum(squares(grads)))
     clipped = scaled(grads, jnp.where(norm > limit, limit / norm, 1.0))
-    return clipped, jnp.sqrt(sum(squares(clipped)))
+    return clipped, jnp.minimum(norm, limit)
 
 
 @clip.mutant(
@@ -513,6 +553,49 @@ def rounded_factor(grads, limit):
 def asks_python(grads, limit):
     norm = jnp.sqrt(sum(squares(grads)))
     return (scaled(grads, limit / norm) if norm > limit else grads), norm
+
+
+@clip.mutant(
+    "You take the sum of squares for the norm. Take its root, once, after everything is added up."
+)
+def no_root(grads, limit):
+    norm = sum(squares(grads))
+    return scaled(grads, jnp.where(norm > limit, limit / norm, 1.0)), norm
+
+
+@clip.mutant(
+    "You take the mean of the squares. The norm is the root of their *sum*, however many there are."
+)
+def mean_of_squares(grads, limit):
+    size = sum(g.size for g in jax.tree.leaves(grads))
+    norm = jnp.sqrt(sum(squares(grads)) / size)
+    return scaled(grads, jnp.where(norm > limit, limit / norm, 1.0)), norm
+
+
+@clip.mutant(
+    "You take the largest entry for the norm. The norm is the root of the sum of all squares."
+)
+def largest_entry(grads, limit):
+    sizes = [jnp.max(jnp.abs(g), initial=0.0) for g in jax.tree.leaves(grads)]
+    norm = jnp.max(jnp.stack([size.astype(jnp.float32) for size in sizes]))
+    return scaled(grads, jnp.where(norm > limit, limit / norm, 1.0)), norm
+
+
+@clip.mutant(
+    "Your factor is upside down: a gradient above the limit grows. The factor is limit / norm, below 1."
+)
+def upside_down(grads, limit):
+    norm = jnp.sqrt(sum(squares(grads)))
+    return scaled(grads, jnp.where(norm > limit, norm / limit, 1.0)), norm
+
+
+@clip.mutant(
+    "You divide by the norm and forget the limit: a long gradient comes back with norm 1. Its norm "
+    "must be the limit."
+)
+def unit_norm(grads, limit):
+    norm = jnp.sqrt(sum(squares(grads)))
+    return scaled(grads, jnp.where(norm > limit, 1 / norm, 1.0)), norm
 
 
 # --------------------------------------------------------------------------------------- wsd
@@ -696,6 +779,47 @@ wrong_wsd(
 )
 
 
+wrong_wsd(
+    "decay_one_step_early",
+    "Your decay begins one step early: step `steps - decay` is the last one at the peak.",
+    begin=lambda steps, warmup, decay: max(warmup, steps - decay - 1),
+)
+wrong_wsd(
+    "decay_one_step_late",
+    "Your decay begins one step late: the step after `steps - decay` is the first below the peak.",
+    begin=lambda steps, warmup, decay: max(warmup, steps - decay + 1),
+)
+wrong_wsd(
+    "decay_written_as_its_own_length",
+    "A decay that is cut short still takes `decay` steps in your line, so it never reaches `final`. "
+    "Divide by the steps that it really has: from where it begins to `steps`.",
+    end=lambda steps, begin, decay: begin + decay,
+)
+wrong_wsd(
+    "whole_numbers",
+    "You divide whole numbers with `//`, or make the fraction whole, so the line is a staircase of "
+    "one step. Divide in float32.",
+    rising=lambda step, warmup: (step + 1) // (warmup + 1),
+)
+wrong_wsd(
+    "final_as_a_share",
+    "You take `final` for a share of the peak. It is a rate, like the peak.",
+    fall=lambda peak, final, done: peak * (1 + (final - 1) * done),
+)
+wrong_wsd(
+    "falls_exponentially",
+    "Your decay falls by the same factor in each step. A straight line is asked for: by the same "
+    "amount.",
+    fall=lambda peak, final, done: peak * (final / peak) ** done,
+)
+wrong_wsd(
+    "final_at_once",
+    "Your rate is `final` as soon as the decay begins. It falls there in a straight line of `decay` "
+    "steps.",
+    done=lambda x: jnp.where(x > 0, 1.0, 0.0),
+)
+
+
 @wsd.mutant(
     "Python's `if` asks for the value of the step, which may be an array or traced. Choose with "
     "jnp.where."
@@ -863,6 +987,8 @@ def schulz_variant(
     square=lambda gram: gram @ gram,
     dtype=jnp.float32,
     always=None,
+    each_round=lambda x: x,
+    apply=lambda a, x, rest: a * x + rest @ x,
 ):
     """A correct newton_schulz but for what is passed."""
 
@@ -873,8 +999,9 @@ def schulz_variant(
         x = turn(x) if tall else x
         x = x / norm(x)
         for _ in range(rounds if always is None else always):
+            x = each_round(x)
             gram = x @ turned(x)
-            x = a * x + (b * gram + c * square(gram)) @ x
+            x = apply(a, x, b * gram + c * square(gram))
         return (turn(x) if tall and turn_back else x).astype(jnp.float32)
 
     return newton_schulz
@@ -958,6 +1085,34 @@ wrong_schulz(
     "For a tall matrix your A has the longer side squared. The result is the same and the work many "
     "times as much: turn a tall matrix over first, and turn the result back.",
     turn_tall=False,
+)
+wrong_schulz(
+    "largest_singular_value",
+    "You divide by the largest singular value, or by another norm. The Frobenius norm is the root of "
+    "the sum of all squares.",
+    norm=lambda x: jnp.sqrt(jnp.linalg.eigvalsh(x @ turned(x))[..., -1:, None] + 1e-14),
+)
+wrong_schulz(
+    "norm_without_its_root",
+    "You divide by the sum of squares. The norm is its root.",
+    norm=lambda x: jnp.sum(x * x, axis=(-2, -1), keepdims=True) + 1e-7,
+)
+wrong_schulz(
+    "normalised_in_each_round",
+    "You divide by the norm in each round. It is done once, before the loop: the polynomial keeps the "
+    "singular values in range, and dividing again pushes them away from 1.",
+    each_round=lambda x: x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7),
+)
+wrong_schulz(
+    "only_the_rest",
+    "Your new X lacks a X. Each round gives a X + (b A + c A^2) X.",
+    apply=lambda a, x, rest: rest @ x,
+)
+wrong_schulz(
+    "large_constant_in_the_norm",
+    "You add so much to the norm that a small matrix is scaled wrongly. Add about 1e-7, or divide by "
+    "1 where the norm is 0.",
+    norm=lambda x: jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-4,
 )
 
 

@@ -1526,7 +1526,7 @@ docstring says which rows and which key belong to step i. The checks look at bit
 - `saved` can be used twice, and so can `params`: a call leaves its arguments unchanged.
 - `saved` contains only arrays and numbers: no functions, no generators, no key objects.
 
-Compile one step, not one for each step. Your function keeps nothing between calls.
+Compile the step once, not again for each step. Your function keeps nothing between calls.
 """,
     hints=(
         "List everything that differs between step 17 and step 18: parameters, the "

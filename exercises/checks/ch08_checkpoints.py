@@ -1443,8 +1443,8 @@ with $\delta$ the stall, $s$ the seconds of a step and $M$ the *job's* mean time
     hints=(
         "If one device fails once in 1,000 hours, how long do 100 devices run until the first failure? How many "
         "seconds is that?",
-        "Young's interval is the root of $2 \\delta M$, in seconds. Divide it by the seconds of a step. The best whole "
-        "number is the one below or the one above, whichever has the smaller w.",
+        "Young's interval is the square root of $2 \\delta M$, in seconds. Divide it by the seconds of a step. The best "
+        "whole number is the one below or the one above, whichever has the smaller w.",
         "`M = 3600 * hours_per_device / devices`; `n = math.floor(math.sqrt(2 * stall * M) / "
         "step_seconds)`, at least 1; then `min((n, n + 1), key=w)`.",
     ),

@@ -76,7 +76,7 @@ def right_place(shape, mesh, spec, itemsize, index, *, refuse="rank axis twice d
             raise ValueError("divide")
         if "each" in refuse and any(size % mesh.get(a, 1) for a in entry):
             raise ValueError("each")
-        shard.append(-(-size // parts))
+        shard.append(max(1, size // parts) if wrong.get("down") else -(-size // parts))
         part = i // shard[-1] if not wrong.get("cyclic") else i % parts
         for a in entry if wrong.get("first_fastest") else reversed(entry):
             part, wanted[a] = divmod(part, mesh.get(a, 1))
@@ -93,7 +93,16 @@ def right_place(shape, mesh, spec, itemsize, index, *, refuse="rank axis twice d
     if wrong.get("one"):
         holders = holders[:1]
     count = math.prod(shape if wrong.get("whole") else shard)
-    return tuple(shard), count * itemsize, copies, tuple(holders)
+    bytes_of_one = 1 if wrong.get("numbers") else itemsize
+    return tuple(shard), count * bytes_of_one, copies, tuple(holders)
+
+
+def coordinates(device, mesh):
+    """Axis -> a device's place on it."""
+    found = {}
+    for axis in reversed(mesh):
+        device, found[axis] = divmod(device, mesh[axis])
+    return {axis: found[axis] for axis in mesh}
 
 
 def lies(t, fn, shape, mesh, spec, why=""):
@@ -105,7 +114,10 @@ def lies(t, fn, shape, mesh, spec, why=""):
     t.equal(tuple(got[0]), want[0], why=f"the part's shape, {said}")
     t.equal(got[1], want[1], why=f"the part's bytes at {itemsize} a number, {said}")
     t.equal(got[2], want[2], why=f"copies, {said}")
-    t.equal(tuple(got[3]), want[3], why=f"holders of element {index}, {said}")
+    part = tuple(i // size for i, size in zip(index, want[0], strict=True))
+    sits = ", ".join(f"{a}={place}" for a, place in coordinates(want[3][0], mesh).items())
+    about = f"the element is in part {part}, and device {want[3][0]} is at {sits or 'no axis'}"
+    t.equal(tuple(got[3]), want[3], why=f"holders of element {index}, {said}; {about}")
 
 
 @spec_puzzle.check("one axis for a dimension")
@@ -187,8 +199,8 @@ def devices_by_column(*args):
 
 
 @spec_puzzle.mutant(
-    "You return the number of different parts as the copies. Copies are the devices that hold the same part: the "
-    "number of devices divided by the number of parts."
+    "You return the number of different parts, or of all devices, as the copies. Copies are the devices "
+    "that hold the same part: the number of devices divided by the number of parts."
 )
 def parts_for_copies(*args):
     return right_place(*args, parts=True)
@@ -264,6 +276,56 @@ def drops_ones(*args):
 def descending(*args):
     shard, size, copies, holders = right_place(*args)
     return shard, size, copies, holders[::-1]
+
+
+@spec_puzzle.mutant(
+    "You round down where a dimension doesn't split into equal parts. Refuse it: ValueError."
+)
+def rounds_down(*args):
+    return right_place(*args, refuse="rank axis twice", down=True)
+
+
+@spec_puzzle.mutant(
+    "You return how many numbers a part has. Its bytes are `itemsize` times as many."
+)
+def numbers_for_bytes(*args):
+    return right_place(*args, numbers=True)
+
+
+@spec_puzzle.mutant(
+    "An axis that the mesh doesn't have is a KeyError in your function. Look before you use it, and raise "
+    "ValueError."
+)
+def axis_by_key(shape, mesh, spec, itemsize, index):
+    for entry in spec:
+        for axis in [entry] if isinstance(entry, str) else entry or ():
+            mesh[axis]
+    return right_place(shape, mesh, spec, itemsize, index)
+
+
+@spec_puzzle.mutant(
+    "You expect an entry for each dimension. A spec may be shorter: the dimensions without an entry are "
+    "whole."
+)
+def entry_for_each(shape, mesh, spec, itemsize, index):
+    if len(spec) < len(shape):
+        raise ValueError("entries are missing")
+    return right_place(shape, mesh, spec, itemsize, index)
+
+
+@spec_puzzle.mutant("You return the shape of the whole array. A device's part is smaller.")
+def whole_shape(shape, *rest):
+    return shape, *right_place(shape, *rest)[1:]
+
+
+@spec_puzzle.mutant(
+    "You divide a dimension by the first of its axes alone. Several axes make as many parts as the product "
+    "of their sizes."
+)
+def first_axis_alone(shape, mesh, spec, itemsize, index):
+    right_place(shape, mesh, spec, itemsize, index)
+    first = [e if e is None or isinstance(e, str) else (*e, None)[0] for e in spec]
+    return right_place(shape, mesh, first, itemsize, index)
 
 
 # ------------------------------------------------------------------------------- out_sharding
@@ -925,6 +987,58 @@ def collides_early(names, table, sizes, drop=()):
 @rules.mutant("You omit trailing entries for whole dimensions. Give every dimension an entry.")
 def short_spec(names, table, sizes, drop=()):
     return right_spec(names, table, sizes, drop, ends=False)
+
+
+@rules.mutant(
+    "A name that the table doesn't have is a KeyError in your function. Look before you use it, and raise a "
+    "ValueError with the name."
+)
+def name_by_key(names, table, sizes, drop=()):
+    for name in names:
+        if name is not None:
+            table[name]
+    return right_spec(names, table, sizes, drop)
+
+
+@rules.mutant(
+    "You take one axis where several are left. A dimension's entry is then a tuple of all of them."
+)
+def last_axis_alone(names, table, sizes, drop=()):
+    found = right_spec(names, table, sizes, drop)
+    return P(*[e[-1] if isinstance(e, tuple) else e for e in found])
+
+
+@rules.mutant("Your axes are in another order than in the table. Keep its order.")
+def sorted_axes(names, table, sizes, drop=()):
+    found = right_spec(names, table, sizes, drop)
+    return P(*[tuple(sorted(e)) if isinstance(e, tuple) else e for e in found])
+
+
+@rules.mutant("You return a tuple or a list. Make a `PartitionSpec` of the entries: `P(*entries)`.")
+def tuple_of_entries(names, table, sizes, drop=()):
+    return tuple(right_spec(names, table, sizes, drop))
+
+
+@rules.mutant(
+    "A name of None is looked up in the table. None means that the dimension stays whole."
+)
+def none_is_a_name(names, table, sizes, drop=()):
+    if None in names:
+        raise ValueError("unknown name None")
+    return right_spec(names, table, sizes, drop)
+
+
+@rules.mutant("You leave whole dimensions out. Each has an entry, None.")
+def without_none(names, table, sizes, drop=()):
+    return P(*[e for e in right_spec(names, table, sizes, drop) if e is not None])
+
+
+@rules.mutant(
+    "You put the whole list of entries in as one. Give P an argument for each dimension: `P(*entries)`."
+)
+def one_entry_for_all(names, table, sizes, drop=()):
+    flat = [e for e in right_spec(names, table, sizes, drop) if isinstance(e, str)]
+    return P(tuple(flat))
 
 
 # ------------------------------------------------------------------------------------- route

@@ -293,7 +293,7 @@ device.
     hints=(
         "Take one parameter and one scheme, and answer three questions: is the parameter cut, is its gradient, are "
         "its moments? Only then look at dimensions.",
-        "Add up bytes parameter by parameter: a cut one counts an n-th, an uncut one counts in full. If you divide "
+        "Add up bytes parameter by parameter: a cut one counts for an n-th, an uncut one in full. If you divide "
         "the total by n, you forget the second kind.",
         '`P(*("fsdp" if i in split else None for i in range(len(dims))))`, where `split` has the positions of '
         "`embed`. It is empty if the scheme doesn't cut, or if there is one device.",
@@ -781,7 +781,7 @@ draw numbers for you.
 
 - The gradients of `whole` parameters are all-reduced once a step in every scheme; they are never gathered.
 - Gradients, and weights gathered for use, are sent in bfloat16; new parameters in float32.
-- Both counts are multiples of `devices`. Numbers may not fit into 64 bits.
+- Both counts are multiples of `devices`. Numbers can be too large for 64 bits.
 """,
     hints=(
         "Start with the three kinds of memory: which stage is the first to cut each? The `whole` parameters always "

@@ -594,7 +594,7 @@ i has the positions i·t to (i+1)·t - 1.
 - It is called inside `jax.jit` and `jax.set_mesh`; you write the `jax.shard_map`.
 """,
     hints=(
-        "Start from `ring_without_mask`: it already passes keys and values on and merges blocks as you need it. It "
+        "Start from `ring_without_mask`: it already passes keys and values on and merges blocks the way you need. It "
         "only lacks a mask for each block. Whose keys does a device hold after r turns?",
         "If every device sends to the next one, device i holds the keys of device (i - r) mod n after r turns. A "
         "query at position p sees a key at position s if p >= s, counted in the whole row.",
@@ -944,7 +944,7 @@ def gathers_keys(q_BTNH, k_BTNH, v_BTNH):
 
 zigzag = Exercise(
     "12.zigzag",
-    title="The order in which work is equal",
+    title="The order that shares the work equally",
     function="zigzag_order",
     minutes=15,
     points=10,

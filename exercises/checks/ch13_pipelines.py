@@ -548,14 +548,14 @@ Write `plan(schedule, S, R, wanted, forward, backward, send)`. It returns `(M, s
 
 - **M** is the smallest number of microbatches whose bubble, counted in slots, is at most `wanted`. A bubble of exactly
   `wanted` is fine. A circular pipeline takes only multiples of S.
-- **seconds** is the length of a step. There are as many forward slots, one after another, as ticks of a forward pass,
-  and as many backward slots. `forward` and `backward` are the seconds of one microbatch in *all* layers of a stage; a
-  circular pipeline's slot has one of its R groups. After every slot all stages send for `send` seconds, and compute
-  nothing meanwhile.
+- **seconds** is the length of a step. All slots come one after another. A step has one forward slot for each tick of
+  a forward pass, and just as many backward slots. `forward` and `backward` are the seconds of one microbatch in *all*
+  layers of a stage; a circular pipeline's slot has one of its R groups. After every slot all stages send for `send`
+  seconds, and compute nothing meanwhile.
 - 1F1B computes the layers again in its backward slots.
 - **idle** is the share of those seconds in which a stage computes nothing. Computing again counts as computing.
 
-`R` counts in `"circular"` only. `wanted` is a `fractions.Fraction`, so you can be exact.
+`R` matters only in `"circular"`. `wanted` is a `fractions.Fraction`, so you can be exact.
 """,
     hints=(
         "Solve (S-1) / (RM + S-1) <= wanted for M by hand, then round up: to an integer, and for circular "

@@ -430,8 +430,8 @@ block_mask = Exercise(
     points=10,
     seconds=30.0,
     statement="""
-Xiao et al. keep a window model stable by letting every token see the first few tokens of the row as well
-{cite}`xiao2024`. Query t sees key s if $s \\le t$, **and** $s > t - \\text{window}$ **or** $s < \\text{prefix}$.
+Xiao et al. keep a model with sliding windows stable by letting every token see the first few tokens of the row as
+well {cite}`xiao2024`. Query t sees key s if $s \\le t$, **and** $s > t - \\text{window}$ **or** $s < \\text{prefix}$.
 `Mask` has no such condition. Write `block_kinds(T, block_q, block_kv, window, prefix)`, which says for each block
 whether none (0), some (1) or all (2) of it is seen. Compute it from the block's corners alone.
 

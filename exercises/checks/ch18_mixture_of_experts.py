@@ -682,9 +682,9 @@ relatives aren't allowed.
 """,
     hints=(
         "Write the loss as one sum over experts and over the n tokens that count: E/n times the sum of f_e p_xe. Since "
-        "f is a constant, what is the derivative by one p_xe? And then by one logit?",
-        "By p_xe it is E f_e / n. The softmax's backward pass turns any gradient g_xe into p_xe times (g_xe minus the "
-        "sum over j of p_xj g_xj).",
+        "f is a constant, what is its derivative with respect to one p_xe? And to one logit?",
+        "With respect to p_xe, it's E f_e / n. The softmax's backward pass turns any gradient g_xe into p_xe times "
+        "(g_xe minus the sum over j of p_xj g_xj).",
         "`E / count * mask * p_XE * (f_E - jnp.sum(f_E * p_XE, axis=1, keepdims=True))`, with "
         "`count = jnp.maximum(jnp.sum(mask), 1)`.",
     ),

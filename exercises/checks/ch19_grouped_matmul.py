@@ -547,8 +547,8 @@ times its rows of grad.
     hints=(
         "A group's sum runs over its visits, which follow each other. It begins if `groups_ref[v]` differs from the "
         "group of the visit before, and is complete if the next visit's group differs.",
-        "A tile contains rows of other groups. Replace them by zeros before the product. What may they contain, and so "
-        "is it enough to do this in one factor? For an empty group, all rows are masked: what is stored then?",
+        "A tile contains rows of other groups. Replace them with zeros before the product. What may they contain, and "
+        "so is it enough to do this in one factor? For an empty group, all rows are masked: what is stored then?",
         "A scratch `[K, N]` in float32, set to zeros at a group's first visit; "
         "`jax.lax.dot_general(x, grad, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)` with both "
         "factors masked by `jnp.where`; store at its last visit. Clip `v - 1` and `v + 1` before you read there.",

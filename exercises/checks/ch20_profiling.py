@@ -23,8 +23,8 @@ in which nothing ran.
 - An event's *own* time is its duration minus that of the events directly inside it on the same lane. A name's own time
   is the sum over all its events. An event may contain another of the same name.
 - Lanes run at the same time. The window is idle when *no* lane has an event.
-- Only time inside the window counts: events may begin before it and end after it. A name without any time inside the
-  window is in the result with 0.
+- Only time inside the window counts: events may begin before it and end after it. A name that has no time inside the
+  window is still in the result, with 0.
 - Events come in any order. An event that starts where another ends isn't inside it, and an event can have no duration.
 """,
     hints=(
@@ -338,7 +338,7 @@ $$
 """,
     hints=(
         "Count for one token first: the weights of one layer times the number of layers, plus the output layer once. "
-        "Then add attention's products with its keys.",
+        "Then add attention's two products.",
         "Queries and the output projection have D N H weights each, keys and values D K H each, and the gated layer "
         "has three matrices of D F. A query costs 2 N H for each key, and scores times values cost as much again.",
         "FLOPs of a step are 3 * rows * seq_len * (2 * weights + layers * 4 * N * H * seq_len / 2), with weights = "
@@ -552,7 +552,7 @@ def one_chip(*args):
 
 goodput = Exercise(
     "20.goodput",
-    title="What a killed run made of its time",
+    title="How a killed run spent its time",
     function="goodput",
     minutes=35,
     points=15,
@@ -993,8 +993,8 @@ first start to the last end of all events.
 - If several waits are open at once, blame the one that ends last: without the others the device would have waited just
   as long. If several end at the same time, blame the one that comes first in the list.
 - If no wait is open, the device is `"idle"`.
-- A name's cost is the sum over all its events, in nanoseconds, averaged over the devices that occur. A wait that is
-  entirely hidden costs 0.0 and is in the result too.
+- A name's cost is the sum over all its events, in nanoseconds, averaged over all devices in the list. A wait that
+  is entirely hidden is in the result too, and costs 0.0.
 """,
     hints=(
         "When can the answer change? Only when some event starts or ends. Between two neighbouring edges everything is "

@@ -252,8 +252,8 @@ row that applies decides.
 | none of these | else | None | | |
 
 - E is `COORDINATOR`, `PROCESSES`, `PROCESS_INDEX`. S is `SLURM_JOB_ID`, `SLURM_STEP_NODELIST`, `SLURM_NTASKS`,
-  `SLURM_PROCID`. J is `JOBSET_NAME`, `REPLICATED_JOB_NAME`, `JOBS`, `JOB_INDEX`, `PODS`, `POD_INDEX`, and its address
-  begins with the first two of them.
+  `SLURM_PROCID`. J is `JOBSET_NAME`, `REPLICATED_JOB_NAME`, `JOBS`, `JOB_INDEX`, `PODS`, `POD_INDEX`. In its address,
+  `NAME` and `REPLICATED` are the values of the first two.
 - The first row needs all three. If some are missing, raise a `ValueError` that names each of them.
 - Slurm's port is 61440 plus the job's id modulo 4096, so two jobs on one node seldom collide. Slurm abbreviates its
   list of nodes: the first node of `gpu[012-014,20],cpu3` is `gpu012`, of `a1,b2` it is `a1`, and of
@@ -263,8 +263,9 @@ row that applies decides.
 - If a value isn't a number, or the index isn't one of the processes, raise a `ValueError` that names the variable.
 """,
     hints=(
-        "Begin with the table: four branches in its order, each giving three values. Then one check of them for all.",
-        "In the first row `any` decides and `all` is demanded. For the node list, find the first comma outside "
+        "Begin with the table: four branches in its order, each giving three values. Then check those values "
+        "once, for all branches.",
+        "The first row applies if any is set, but needs all three. For the node list, find the first comma outside "
         "brackets, then take the first entry of each bracket, as text: `012` is not 12.",
         r"`re.match(r'(?:[^,\[]|\[[^\]]*\])+', nodes)[0]` is the list up to that comma, and "
         r"`re.sub(r'\[([^,\-\]]+)[^\]]*\]', r'\1', first)` opens the brackets.",
@@ -593,10 +594,10 @@ def hanging_job(job, steps, save_every):
 | `barrier(name)` | **collective**: returns when every process is in the barrier of that name |
 | `write(s, state)` | writes the file of step s; slow; refused to every process but 0 |
 | `read(s)` | reads that file; `FileNotFoundError` while it is not complete |
-| `told_to_stop()` | whether *this* process has had SIGTERM; the others may have it later or never |
+| `told_to_stop()` | whether *this* process has received SIGTERM; the others may get it later or never |
 
 - A collective returns when every process has made the same call. All processes must make the same collective calls in
-  the same order. The checks give up after some seconds and say who waits where.
+  the same order. The checks give up after some seconds and say who is waiting where.
 - Save every step that is a multiple of `save_every`, and the last step taken. Gather a state only to save it, and only
   once. In each step, one `sum` for the loss and one to agree are enough.
 - When a process has been told to stop after step s, **all** stop after step s.
@@ -607,8 +608,8 @@ The checks start two real processes that exchange numbers through gloo.
     hints=(
         "For each of the three conditions, ask whether all processes get the same answer. Which calls are under a "
         "condition that they answer differently?",
-        "Only `write` belongs under `job.index == 0`. `told_to_stop()` differs between processes: make one "
-        "number of all their answers before any process acts on it.",
+        "Only `write` belongs under `job.index == 0`. `told_to_stop()` differs between processes: turn "
+        "all their answers into one number before any process acts on it.",
         "`stop = job.sum(int(job.told_to_stop())) > 0 or step == steps` is the same everywhere. If `stop` or the step "
         "is a multiple: all gather, process 0 writes, all meet in the barrier; then leave the loop if `stop`.",
     ),
@@ -870,7 +871,7 @@ def forgets_the_end(job, steps, save_every):
 
 elastic = Exercise(
     "21.elastic",
-    title="Restart on another number of processes",
+    title="Restart on a different number of processes",
     function="resume",
     minutes=40,
     points=15,
@@ -879,8 +880,8 @@ elastic = Exercise(
 Four hosts saved a checkpoint. One of them is gone, and the job continues with three. Write `resume(folder, wanted,
 index, count, batch)`, which each of the new processes calls.
 
-`folder` has a folder for each step, `step-900`, in which each of the n processes that saved has left a file
-`process-0-of-4.npz`. A file has, for each array of the state,
+`folder` has a folder for each step, such as `step-900`, in which each of the n processes that saved has left a file
+such as `process-0-of-4.npz`. A file has, for each array of the state,
 
 - `NAME`: the rows that the process held; `NAME:start`: the number of the first of them in the whole array. If
   processes held copies, the same rows are in several files. Pieces may differ in length.
@@ -892,8 +893,8 @@ and `rows_read`: how many rows of data *this process* has trained on since the r
   whole, raise `FileNotFoundError`.
 - All processes together read the data in order: batch k has rows k `batch` to (k+1) `batch` - 1, and each of `count`
   processes reads a block of `batch / count` neighbouring rows of each batch, process 0 the first block. Before the
-  restart it was the same with n instead of `count`, and perhaps another `batch`, so only `rows_read` says how far the
-  job has come.
+  restart it was the same with n instead of `count`, and perhaps a different `batch`, so only `rows_read` says how far
+  the job has got.
 - Return `(step, state, batches)`: `state` has the rows `wanted[name] = (start, stop)` of each array, bit for bit in its
   dtype; `batches` is an endless iterator of the lists of row numbers that this process reads from here on.
 
@@ -1251,16 +1252,16 @@ Each second has one of seven causes:
 
 - `"start-up"`: from `start` to `first`; in an attempt without a step, to the fault that ended it. The fault that ended
   the attempt *before* pays; no fault pays for the first attempt's.
-- `"lost"`: the whole time of a completed step, if any later attempt resumed from a lower step. Of the attempts before
-  the *first* such later attempt, take the last one that had read a checkpoint (the step's own attempt, if none came
-  after it): the step was still there, and the fault that ended that attempt pays. An attempt whose `resumed` is None
+- `"lost"`: the whole time of a completed step, if any later attempt resumed from a lower step. Look at the
+  attempts from the step's own up to the one before the *first* such later attempt. The last of these that had read a
+  checkpoint still had the step, so the fault that ended it pays. An attempt whose `resumed` is None
   undoes nothing and keeps nothing; one that has read a checkpoint counts, even if it completed no step. A checkpoint
   may be damaged, so an attempt may go back further than the one before it, and undo steps of several attempts.
 - `"lost"` is also, in an attempt with a step, the time from the end of its last completed step to the fault that ended
   it, which pays.
-- `"slow"`: for a step that counts, if a passing fault lasted during part of it, what it took beyond the usual time, at
-  least 0. That fault pays. The usual time is the median over all completed steps during which no passing fault
-  lasted, lost ones included.
+- `"slow"`: if a passing fault overlaps a step that counts, the time that the step took beyond the usual, at least 0.
+  That fault pays. The usual time is the median over all completed steps that no passing fault overlaps, lost ones
+  included.
 - `"step"`: steps that count, without what is `"slow"`. No fault pays.
 - `"detect"`: from `at` to `noticed` of the fault that ended the attempt, and `"restart"`: from there to the next
   attempt's `start`. That fault pays both.
@@ -1270,11 +1271,12 @@ The repeated steps of a fault are the completed steps whose lost time it pays.
 """,
     hints=(
         "Three passes. First list all completed steps with attempt, number, begin and end, and find which fault ended "
-        "each attempt. Then decide about each step. Then add what is between the steps of one attempt and the next.",
+        "each attempt. Then decide whether each step counts. Then add what is between the steps of one attempt and the "
+        "next.",
         "For a step of attempt i, look for the first j > i whose `resumed` is not None and below the step's number. "
         "If there is one, the step is lost. Go back from j - 1 over attempts whose `resumed` is None, at most to i: "
         "the fault that ended that one pays. Without such a j the step counts.",
-        "A passing fault lasts during a step if `at` < the step's end and `over` > its begin. For each attempt: "
+        "A passing fault overlaps a step if `at` < the step's end and `over` > its begin. For each attempt: "
         "start-up (the fault before pays), the cut-off step up to `at`, `noticed` - `at`, next `start` - `noticed`.",
     ),
 )

@@ -31,7 +31,7 @@ fit = Exercise(
 Write `fit(rows, devices, available, predict, ask)`. It returns the cheapest settings that the compiler accepts. The
 last check gives you a real model and the real compiler for a v5e.
 
-- Settings, or a *plan*, are a list of four strings. They set `model.remat` to `none`, `dots` or `full`;
+- The settings, also called a *plan*, are a list of four strings. They set `model.remat` to `none`, `dots` or `full`;
   `train.microbatches` to M; and `mesh.data` and `mesh.fsdp`, whose product is `devices`. Each device's part of a
   microbatch is a whole number of rows.
 - Recomputing costs most, so try all plans with `none` before any with `dots`, and those before `full`. Among these, try

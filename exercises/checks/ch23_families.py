@@ -40,7 +40,7 @@ in the other one.
 - The result is a new array with the dtype of `rows`, which may be any, such as bfloat16 or an integer type.
 """,
     hints=(
-        "Write down the rows of one head with H = 6 in both layouts. Which row of the one goes to row 1 of the "
+        "Write down the rows of one head with H = 6 in both layouts. Which row of one goes to row 1 of the "
         "other?",
         "In the half layout the rotating rows of a head are two blocks of h rows. Seen as an array [2, h], its "
         "column i is pair i. How would you read that array to have each pair side by side?",
@@ -560,7 +560,7 @@ parameters. A table says how: one row for each parameter.
   array, with the dtype that the transform returns. A tensor may be a scalar.
 
 Four faults raise a `ValueError`. Its message has the full name of the tensor or path at fault (of one of them, if
-there are several), and the name of no tensor that is in order:
+there are several), and must not name a tensor with nothing wrong:
 
 1. a tensor that no row reads, such as one of a layer that the model doesn't have;
 2. a path of `shapes` that no row sets;
@@ -1128,14 +1128,14 @@ turns the bytes of a tensor into a float32 array of its shape.
 - In a Q4_1 block, the low four bits of the 16 bytes are the values $q_0$ to $q_{15}$, and the high four bits are
   $q_{16}$ to $q_{31}$. Each is a number from 0 to 15.
 - Numbers are little-endian. The arithmetic is in float32.
-- The blocks go along the last dimension, row after row, and none reaches from one row into the next. A shape whose
-  last dimension isn't a multiple of 32 is a `ValueError`, even where the number of all values is a multiple. So is a
+- The blocks run along the last dimension, row after row, and none reaches from one row into the next. A shape whose
+  last dimension isn't a multiple of 32 is a `ValueError`, even where the total number of values is a multiple. So is a
   number of bytes that doesn't fit the shape.
 - Two million numbers take less than a second. A Python loop over them would need hours for a real model.
 """,
     hints=(
-        "How many bytes has a block of each kind? Read as an array of blocks, the data has one row for each block. "
-        "Which columns of that row are the scale?",
+        "How many bytes does a block of each kind have? Read as an array of blocks, the data has one row for each "
+        "block. Which columns of that row are the scale?",
         "`np.frombuffer(data, np.uint8).reshape(-1, 34)`, then `.view` some of its columns as float16 or int8; or give "
         'frombuffer a structured dtype such as `[("d", "<f2"), ("q", "i1", 32)]`. Convert to float32 before you '
         "multiply.",
@@ -1441,10 +1441,10 @@ what was there.
 Write `window_attention(q_TNH, k_TKH, v_TKH, window, cache=None)`. It computes the attention of T new tokens and returns
 `(out_TNH, cache)`, with the cache that the next call gets.
 
-- T is 1 when a model decodes. In prefill it's any number: more than the window, or another piece of a text that has
-  begun. A text in pieces, whatever their lengths, gives the same output as the text in one call.
+- T is 1 when a model decodes. In prefill it's any number: more than the window, or a later piece of a text that has
+  already begun. A text in pieces, whatever their lengths, gives the same output as the text in one call.
 - Logits are divided by $\\sqrt{H}$. Each of the K key heads serves N / K neighbouring query heads.
-- The cache is `(keys, values, length)`: two float32 arrays [window, K, H], and the number of all tokens so far as a
+- The cache is `(keys, values, length)`: two float32 arrays [window, K, H], and the total number of tokens so far as a
   Python int. A slot that no token has reached is 0 and is not seen. Before the first token the cache is None.
 - A caller may continue twice from the same cache, so don't change it. The output is float32, and right however large
   or small the logits are.
@@ -1453,7 +1453,7 @@ Write `window_attention(q_TNH, k_TKH, v_TKH, window, cache=None)`. It computes t
         "The text has 10 tokens, the window is 4, and 3 more tokens come. Which positions does the first of them see, "
         "and in which slots are they? Which of those slots will the other two overwrite?",
         "Compute the attention first, over the tokens in the ring and the new ones together, with the position of "
-        "each. Update the ring afterwards. Of more new tokens than `window`, only the last ones stay.",
+        "each. Update the ring afterwards. If there are more new tokens than `window`, only the last ones stay.",
         "`kept = np.arange(max(0, length - window), length)` are the positions in the ring, `kept % window` their "
         "slots. Concatenate these keys with the new ones; query t sees position s where t - window < s <= t. Then "
         "`keys = old.copy()` and `keys[(length + new) % window] = k_TKH[new]` with "
@@ -1824,12 +1824,12 @@ A checkpoint of 800 GB is read by hundreds of devices, and each of them keeps a 
   fewer bytes than you ask for, and none at the end of the file. It may have been read before, up to any position.
 - Read every byte of the part once, and no other byte. Bytes that are contiguous in the file take one `read`: a single
   one for some rows of a matrix, but one for each row if you need half of the columns.
-- A part that isn't within the tensor is a `ValueError`, also if it is empty, and so is a file that ends too early. An
+- A part that isn't within the tensor is a `ValueError`, even if it is empty, and so is a file that ends too early. An
   empty part within the tensor reads nothing and is returned with its shape, such as [0, 5].
 """,
     hints=(
         "A tensor is [2, 3, 4], and you need all of dimension 0, row 1 of dimension 1 and all of dimension 2. How many "
-        "contiguous pieces are these, and how long is each? What if you need half of dimension 2 as well?",
+        "contiguous pieces is that, and how long is each? What if you need half of dimension 2 as well?",
         "Find the last dimension of which you need less than all. Everything after it is contiguous, and so is your "
         "range along it. Each choice of indices before it is a piece of its own.",
         "With `cut` that dimension, a piece begins at `start` plus the sum of index times stride, where the stride of "
@@ -2213,7 +2213,7 @@ shapes fit, but the numbers don't. Some settings are off, and you don't know whi
 
 - `theirs(tokens)` returns a list with the residual stream after each layer, a NumPy array [T, D] each. `tokens` is an
   integer array [T] of your choice, with numbers below `vocab`. T is at most `longest`.
-- `ours(settings, tokens)` returns the same of your decoder. `settings` is a list with a dict for each layer.
+- `ours(settings, tokens)` returns the same for your decoder. `settings` is a list with a dict for each layer.
 - `options` has the values that each setting may have, such as `{"window": [None, 6, 20], "base": [1e4, 1e6]}`. Each
   layer has settings of its own, and any number of them may be off.
 - Return the settings of `theirs`: a list with a dict for each layer, which has a value for each name in `options`.

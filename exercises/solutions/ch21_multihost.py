@@ -130,7 +130,7 @@ def run_job(job, steps, save_every):
 
 # EXERCISE 21.elastic
 def resume(folder, wanted, index, count, batch):
-    """Go on from a checkpoint that another number of processes wrote.
+    """Go on from a checkpoint that a different number of processes wrote.
 
     Args:
       folder: `pathlib.Path` with a folder for each step, as in the statement.

@@ -119,7 +119,9 @@ def test_nothing_is_said_of_another_array_a_large_one_an_empty_one_and_complex_n
 
 
 def test_a_failed_comparison_says_it():
-    with pytest.raises(trial.Failure, match=r"20 of 20 values are off\); .*; every sign is wrong: why"):
+    with pytest.raises(
+        trial.Failure, match=r"20 of 20 values are off\); .*; every sign is wrong: why"
+    ):
         trial.Trial(0, 0).close(-WANT, WANT, why="why")
 
 

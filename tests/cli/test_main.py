@@ -335,8 +335,8 @@ def test_eval_refuses_what_it_would_ignore(minitext, trained):
 
 def test_what_memory_cannot_hold_is_refused_before_it_is_taken(minitext, trained, tmp_path):
     asked = {
-        "train.global_batch=90000000": ["train", *SMALL, "train.global_batch=90000000"],
-        "lower them": ["eval", trained, "train.global_batch=90000000"],
+        "train.global_batch=100000000": ["train", *SMALL, "train.global_batch=100000000"],
+        "lower them": ["eval", trained, "train.global_batch=100000000"],
         "choose a smaller one": ["train", *SMALL, "model.embed=400000"],
         "train.sample_tokens=100,000,000,000": ["train", *SMALL, "train.sample_tokens=100000000000"],
         "a prompt of 1,000,000 tokens": ["generate", trained, "--prompt", "x" * 1_000_000],
