@@ -27,7 +27,7 @@ roofline = Exercise(
 Write `decode_roofline(params, token_bytes, context, texts, flops, bandwidth)` for a step that computes one token of
 each of `texts` texts.
 
-- The chip reads all parameters once, 2 bytes each, and of each text the cache of `context` tokens, `token_bytes` each.
+- The chip reads all parameters once, 2 bytes each, and the cache of each text: `context` tokens of `token_bytes` each.
 - It computes 2 FLOPs for each parameter and text. Attention's own arithmetic is left out.
 - Reading and computing overlap completely, so the longer of the two is the step's time. If they take equally long, the
   step is bound by compute.
@@ -154,14 +154,14 @@ page_allocator = Exercise(
     minutes=30,
     points=15,
     statement="""
-Write the class `Allocator`, which keeps the books of a cache in pages. It never touches the cache itself.
+Write the class `Allocator`, which keeps the books for a cache made of pages. It never touches the cache itself.
 
 - `append(text)` makes room for a text's next token and returns (page, slot, copy_of): token number n goes into slot
   n % page_tokens of the text's page number n // page_tokens. A text takes a page when it needs it, not before.
-- `fork(text, new)` lets a new text go on from a text, without taking a page: they share all pages.
-- Writing into a page that another text has too would change that text. So the first `append` after a fork that hits
-  such a page takes a page of its own in its place, and `copy_of` names the old one. The text that is left alone with
-  the old page writes in place. Full pages are never written again and stay shared.
+- `fork(text, new)` starts a new text as a copy of an old one. It takes no page: the two share all pages of the old one.
+- Writing into a page that another text has too would change that text. So an `append` that would write into a shared
+  page puts a new page in the table instead, and `copy_of` names the old one. Once a text is alone with a page, it
+  writes in place. Full pages are never written again and stay shared.
 - `free(text)` gives back the pages that no other text has.
 - If no page is free, `append` raises `MemoryError` and changes nothing: the same call succeeds once a page is free.
 - `table(text)` returns a list of the text's pages. Changing the list changes nothing.
@@ -454,9 +454,9 @@ paged_attention = Exercise(
 Write `attend_pages(q_BNH, k_PSKH, v_PSKH, table_BX, lengths_B)`: for each of B texts, one query of N heads attends to
 the text's own keys, which are scattered over pages.
 
-- Token n of text b is in slot n % S of page `table_BX[b, n // S]`. Only tokens before `lengths_B[b]` exist. Entries of
-  the table behind the last page in use are valid page numbers, but any.
-- What is in unused slots and pages is left over from others, and may be NaN or infinite. None of it may show.
+- Token n of text b is in slot n % S of page `table_BX[b, n // S]`. Only tokens before `lengths_B[b]` exist. After a
+  text's last page in use, the table's entries are arbitrary, but always valid page numbers.
+- Unused slots and pages hold leftovers of other texts, perhaps NaN or infinite. None of that may affect the result.
 - Scores are divided by the square root of H. They may be as large as 10,000.
 - A text of length 0 gets zeros.
 - One trace under `jax.jit` serves all tables and lengths, and no Python loop goes through texts or pages.
@@ -656,16 +656,15 @@ which gives each full page of a prompt a key. An engine keeps a dictionary from 
   of both are the same. Keys and values of a page depend on all tokens before it, so its own tokens are not enough.
 - Only full pages have a key. The last token of a prompt must be computed in any case, because the next one is drawn
   from its logits. So it is never in a page with a key, even if it fills that page.
-- Keys are `bytes` of 16 to 32 bytes, however long the prompt. Nobody, not even on purpose, should find two texts
-  with the same key: use `hashlib.sha256`.
+- Keys are `bytes` of 16 to 32 bytes, however long the prompt. Finding two texts with the same key must be infeasible,
+  even for someone who tries: use `hashlib.sha256`.
 - The same prompt has the same keys in every process. 40,000 tokens take less than a second.
 """,
     hints=(
         "Which tokens does key number i stand for? How can you make it from key number i - 1, so that you hash each "
         "token once?",
-        "`hashlib.sha256(data).digest()` are 32 bytes. Data is the last key, followed by the page's tokens as "
-        "bytes in "
-        "which each token has the same width.",
+        "`hashlib.sha256(data).digest()` returns 32 bytes. Here the data is the key of the page before, followed by "
+        "the page's tokens as bytes, in which each token has the same width.",
         "`last = hashlib.sha256(last + np.asarray(page, np.int64).tobytes()).digest()` for page number i from 0 to "
         "`(len(tokens) - 1) // page_tokens - 1`, beginning with `last = b''`.",
     ),
@@ -1099,7 +1098,7 @@ them at once. Write `accept(draft, q_kV, p_kV, uniforms)`, which says what the l
   by its sum. If all guesses were kept, it is drawn from the last row of `p_kV`.
 - To draw from probabilities, take the first token at which their cumulative sum exceeds `uniforms[-1]` times their
   sum.
-- The result are the tokens that were kept and the one that was added. k may be 0.
+- The result is the tokens that were kept, followed by the one that was added. k may be 0.
 
 Whatever the small model guesses, the tokens are distributed exactly as if the large model had drawn them alone.
 """,

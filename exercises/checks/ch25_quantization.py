@@ -382,10 +382,10 @@ stochastic = Exercise(
 Write `quantize_at_random(x_RC, key)`: int8 with a scale for each row, rounded at random.
 
 - The scale of a row is its largest magnitude divided by 127, or 1 for a row of zeros.
-- A number between two integers of its scale becomes one of these two. Over many keys, its mean is the number itself:
-  2.3 becomes 2 with probability 0.7 and 3 with probability 0.3, and -2.3 becomes -2 and -3 likewise.
-- Each number is rounded independently of all others. A number that is an integer of its scale stays what it is.
-- The same key gives the same result, and another key another one.
+- In units of its row's scale, a number between two integers becomes one of the two. Over many keys, its mean is the
+  number itself: 2.3 becomes 2 with probability 0.7 and 3 with probability 0.3, and -2.3 becomes -2 and -3 likewise.
+- Each number is rounded independently of all others. A number that is an integer in these units stays what it is.
+- The same key gives the same result, and a different key gives a different one.
 """,
     hints=(
         "What is the mean of floor(y + u) if u is uniform between 0 and 1? Try y = 2.3: for which u does the floor "
@@ -514,7 +514,7 @@ Write `find_wide(text)`: it reads a compiled program and lists each product that
 
       %dot.3 = s32[64,16]{1,0:T(8,128)} dot(%a, %fusion.7), lhs_contracting_dims={1}, metadata={op_name="jit(f)/dot"}
 
-  with its name, its type, its opcode, its operands by name, and attributes. `ROOT ` may stand before the name.
+  with its name, its type, its opcode, its operands by name, and attributes. `ROOT ` may come before the name.
 - Products are the instructions with the opcode `dot` or `convolution` (which is what TPUs call a product).
 - A computation begins with a line that ends in `{` and ends with a line `}`. An operand is an instruction of the same
   computation, in an earlier line. Another computation may use the same names for other things.
@@ -720,9 +720,10 @@ Write `round_with_feedback(w_DF, x_ND, damp)`, which rounds weights to 4 bits an
 make up for the error. `x_ND` are inputs that the layer has seen.
 
 - Each column of w has a scale: its largest magnitude divided by 7, or 1 for a column of zeros. It never changes.
-- Rows are rounded one after another, from row 0 on, to the nearest integer of their scales, from -7 to 7.
+- Rows are rounded one after another, from row 0 on, to the nearest multiple of each column's scale, from -7 to 7 times
+  the scale.
 - Rounding row d leaves an error e_F, the row as it was just before less the row as it is now. It changes the product by
-  x_N e_F, with the inputs x_N of number d. Before you go on, add to the *later* rows the change C_RF that replaces it
+  x_N e_F, where x_N is column d of x_ND. Before you go on, add to the *later* rows the change C_RF that makes up for it
   best: the one that minimises ‖x_NR C_RF - x_N e_F‖² + damp ‖C_RF‖², where x_NR are the inputs of the later rows.
 
 With N D F up to 300 x 40 x 30 the time for all checks is a minute, so D systems of equations may be solved.

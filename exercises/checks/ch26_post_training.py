@@ -25,10 +25,10 @@ loss_mask = Exercise(
 Write `answer_mask(messages, render, encode, end)`. It turns a conversation into tokens and targets, and marks the
 targets that the assistant says.
 
-- `render(messages, header)` is a chat template. It writes the messages as text. With `header=True` it adds what stands
+- `render(messages, header)` is a chat template. It writes the messages as text. With `header=True` it adds what comes
   before an assistant's turn, such as `<|assistant|>`. It can render the first few messages alone.
-- `encode(text)` returns the ids, and each token's (start, stop) in the text. Tokens are the ids but the last, targets
-  the ids but the first.
+- `encode(text)` returns the ids, and each token's (start, stop) in the text. Tokens are all the ids but the last, and
+  targets all but the first.
 - The assistant says what comes after the header that opens its turn, up to and including the last `end` of its turn. It
   says neither the header nor what the template writes after `end`. There may be several such turns.
 - A token is the assistant's if any of its characters is.

@@ -1006,8 +1006,8 @@ Write `fit_law(sizes, losses)`, which fits loss = floor + a size^(-alpha) to a f
 floats.
 
 - It minimises the sum over runs of ((floor + a size^(-alpha)) / loss - 1)^2, with floor >= 0 and 0 < alpha <= 2.
-- Sizes may be 3 or 10^23, of several magnitudes at once, and in any order. There are at least three. Losses fall with
-  size, up to noise.
+- Sizes may be as small as 3 or as large as 10^23, may span several orders of magnitude, and come in any order. There
+  are at least three. Losses fall with size, up to noise.
 - The checks compare what your law says, at the runs and at ten times the largest size, and not its three numbers,
   which can make up for each other.
 """,
