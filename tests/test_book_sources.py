@@ -442,3 +442,19 @@ def test_mentions_of_chapters_are_found():
     assert "".join(piece for piece, _ in found) == text
     linked = [(piece, number) for piece, number in found if number]
     assert linked == [("chapter 5", 5), ("9", 9), ("12", 12), ("14", 14), ("Chapter 3", 3)]
+
+
+def test_chapters_quote_the_newest_record_of_a_gpu():
+    """Figures that no cell can measure."""
+    record = max((ROOT / "benchmarks" / "results").glob("kernels_gpu-*.json"))
+    cases = json.loads(record.read_text())["cases"]
+    plain, packed, grouped = (
+        cases[f"{name} with gradients"]["ratio"]
+        for name in ("attention", "attention of packed rows", "grouped_matmul")
+    )
+    for stem, figures in {
+        "17_flash_attention": (f"{plain:.2f} of cuDNN's", f"{packed:.2f} times as fast"),
+        "19_grouped_matmul": (f"{grouped:.1f} times as fast",),
+    }.items():
+        text = " ".join((ROOT / "notebooks" / f"{stem}.md").read_text(encoding="utf-8").split())
+        assert all(figure in text for figure in (*figures, record.name)), stem
