@@ -827,6 +827,18 @@ def _(fn, t):
     t.true(off <= 4, why=why, observed=off / 200)
 
 
+@f32_accumulators.check("float32 gradients keep their digits")
+def _(fn, t):
+    M = int(t.rng.integers(20, 60))
+    x = 1 + t.rng.integers(0, 2**12, size=(M, 7)) / 2**12  # bfloat16 keeps 7 bits of the 12
+
+    def grads(params, part):
+        return {"f": part + 0 * params["f"]}, jnp.bfloat16(1)
+
+    got = fn(grads, {"f": jnp.zeros(7)}, jnp.asarray(x, jnp.float32))["f"]
+    t.close(got, x.mean(axis=0), rtol=1e-6, why="a float32 leaf whose gradients are float32")
+
+
 @f32_accumulators.check("unequal parts")
 def _(fn, t):
     params, (x, mask) = draw_parts(t, 64, rows=8)
@@ -867,10 +879,12 @@ def is_jaxpr(x):
 
 def any_mean(
     grad_fn, params, parts, *, sums=jnp.float32, counts=jnp.float32, result=None, means=False,
-    early=False, ones=False,
+    early=False, ones=False, rounded=False,
 ):  # fmt: skip
     def add(total, part):
         grads, count = grad_fn(params, part)
+        if rounded:
+            grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads)
         if means:
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) / count, grads)
         if means or ones:
@@ -923,6 +937,14 @@ def mean_of_part_means(grad_fn, params, parts):
 )
 def rounds_early(grad_fn, params, parts):
     return any_mean(grad_fn, params, parts, early=True)
+
+
+@f32_accumulators.mutant(
+    "You round each microbatch's gradient to bfloat16 before you add it. Some leaves are float32: widen, never "
+    "narrow."
+)
+def rounds_each_part(grad_fn, params, parts):
+    return any_mean(grad_fn, params, parts, rounded=True)
 
 
 @f32_accumulators.mutant(
