@@ -307,8 +307,9 @@ checks compare your numbers with compiled programs.
 
 - `shape` is that of the **operand on one device**, as written in a jaxpr: one part for an all-gather, the whole for a
   reduce-scatter.
-- All except the permute use this chapter's ring algorithms. In a `"collective-permute"` each device sends its operand
-  to one other device.
+- All-gather, reduce-scatter and all-reduce use this chapter's ring algorithms. For an all-to-all, count only the bytes
+  that a device originates, not those that it passes on. In a `"collective-permute"` each device sends its operand to
+  one other device.
 - A group of one device sends nothing.
 - Shapes may be far larger than any memory, and `shape` may be `()`.
 """,

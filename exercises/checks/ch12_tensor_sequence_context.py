@@ -295,7 +295,7 @@ Write `vocab_parallel_loss(x_XD, w_DV, targets_X)`: the cross-entropy $\\log \\s
 - No device ever has a float array with V columns or rows.
 - All collectives of the forward pass together carry at most three numbers for each token: a maximum, a sum,
   and the target's logit.
-- Logits of ±90 and of ±1000 give finite losses that are right to float32's rounding.
+- Logits of ±90 and of ±1000 give finite losses that are correct to within float32 rounding.
 - `jax.grad` works with respect to `x_XD` and `w_DV`.
 - It is called inside `jax.jit` and `jax.set_mesh`. Under `jax.shard_map` the collectives are `jax.lax.pmax` and
   `jax.lax.psum`, and `jax.lax.axis_index` says which part of the vocabulary a device has.
