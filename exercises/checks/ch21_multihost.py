@@ -597,7 +597,7 @@ def hanging_job(job, steps, save_every):
 | `told_to_stop()` | whether *this* process has received SIGTERM; the others may get it later or never |
 
 - A collective returns when every process has made the same call. All processes must make the same collective calls in
-  the same order. The checks give up after some seconds and say who is waiting where.
+  the same order. The checks give up after a few seconds and say who is waiting where.
 - Save every step that is a multiple of `save_every`, and the last step taken. Gather a state only to save it, and only
   once. In each step, one `sum` for the loss and one to agree are enough.
 - When a process has been told to stop after step s, **all** stop after step s.
@@ -606,8 +606,8 @@ def hanging_job(job, steps, save_every):
 The checks start two real processes that exchange numbers through gloo.
 """,
     hints=(
-        "For each of the three conditions, ask whether all processes get the same answer. Which calls are under a "
-        "condition that they answer differently?",
+        "For each of the three conditions, ask whether all processes get the same answer. Which calls depend on a "
+        "condition that can differ between processes?",
         "Only `write` belongs under `job.index == 0`. `told_to_stop()` differs between processes: turn "
         "all their answers into one number before any process acts on it.",
         "`stop = job.sum(int(job.told_to_stop())) > 0 or step == steps` is the same everywhere. If `stop` or the step "
@@ -1252,11 +1252,11 @@ Each second has one of seven causes:
 
 - `"start-up"`: from `start` to `first`; in an attempt without a step, to the fault that ended it. The fault that ended
   the attempt *before* pays; no fault pays for the first attempt's.
-- `"lost"`: the whole time of a completed step, if any later attempt resumed from a lower step. Look at the
-  attempts from the step's own up to the one before the *first* such later attempt. The last of these that had read a
-  checkpoint still had the step, so the fault that ended it pays. An attempt whose `resumed` is None
-  undoes nothing and keeps nothing; one that has read a checkpoint counts, even if it completed no step. A checkpoint
-  may be damaged, so an attempt may go back further than the one before it, and undo steps of several attempts.
+- `"lost"`: the whole time of a completed step, if any later attempt resumed from a lower step. Take the *first* such
+  later attempt, and look back from it as far as the step's own attempt. The nearest attempt on the way that had read a
+  checkpoint still had the step, so the fault that ended it pays. An attempt whose `resumed` is None undoes nothing and
+  keeps nothing; one that has read a checkpoint counts, even if it completed no step. A checkpoint may be damaged, so an
+  attempt may go back further than the one before it, and undo steps of several attempts.
 - `"lost"` is also, in an attempt with a step, the time from the end of its last completed step to the fault that ended
   it, which pays.
 - `"slow"`: if a passing fault overlaps a step that counts, the time that the step took beyond the usual, at least 0.

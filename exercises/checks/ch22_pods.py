@@ -38,14 +38,14 @@ last check gives you a real model and the real compiler for a v5e.
   fewer microbatches first, and then a smaller `mesh.fsdp`.
 - `predict(settings)` is quick, and the compiler's figure is between `predict / 1.1` and `predict * 1.1`.
   `ask(settings)` compiles and returns whether the compiler accepts the step.
-- Return only settings that you have asked for and that were accepted. Don't ask for a plan that can't fit, or for one
-  that costs more than your answer. Return None if nothing fits.
+- Return only settings that you have asked about and that were accepted. Don't ask about a plan that can't fit, or about
+  one that costs more than your answer. Return None if nothing fits.
 """,
     hints=(
         "Three nested loops give the plans from the cheapest to the most expensive. Which can you skip without "
         "asking?",
         "The compiler's figure is at least `predict(settings) / 1.1`. If even that is more than `available`, the "
-        "plan can't fit. You have to ask for every other plan, even one that seems to fit easily.",
+        "plan can't fit. You have to ask about every other plan, even one that seems to fit easily.",
         "`if predict(settings) <= 1.1 * available and ask(settings): return settings`, in the innermost of "
         "three loops. M takes every value with `rows % (M * devices) == 0`.",
     ),
@@ -869,7 +869,7 @@ link, and find how much of each transfer is hidden and how much is exposed.
   no time of its own, even if `seconds` has an entry for it. Every start has its done.
 - A plain `all-gather`, `all-reduce`, `reduce-scatter`, `all-to-all` or `collective-permute` is a transfer too, and the
   arithmetic waits for it at once.
-- Everything else takes `seconds[name]` of the arithmetic's time, or none without an entry.
+- Everything else takes `seconds[name]` of the arithmetic's time, or none if it has no entry.
 - `exposed` is how long the arithmetic waits for a transfer. `hidden` is the rest of that transfer's seconds, and never
   less than 0.
 """,
