@@ -338,7 +338,7 @@ out_sharding = Exercise(
     points=15,
     devices=8,
     statement="""
-This exercise has a computation of two layers, `relu(x w) v`, on a mesh in use with the Explicit axes `data` and
+This exercise is about a computation of two layers, `relu(x w) v`. The mesh in use has the Explicit axes `data` and
 `tensor`. Write `make_two_layers(case)`. It returns a function of `(x_BD, w_DF, v_FD)` that compiles to exactly one
 collective:
 
@@ -1062,7 +1062,7 @@ its part of the array before the move.
 |---|---|---|
 | cut | an axis that splits nothing is added at the end of a dimension's tuple | 0 |
 | all-gather | the last axis of a tuple is taken off | `(n - 1)` blocks |
-| all-to-all | the last axis of a tuple goes to the end of another dimension's | a block, less its n-th part |
+| all-to-all | the last axis of a tuple goes to the end of another dimension's | `(n - 1) / n` of a block |
 
 Write `cheapest_route(shape, itemsize, mesh, source, target, room)`. It returns `(received, layouts)`: the least number
 of bytes, summed over the moves, for which `target` can be reached, and the layouts after each move, up to `target`.
@@ -1398,7 +1398,7 @@ def any_axis_comes_off(*args):
 
 
 @route.mutant(
-    "You count a whole block for an all-to-all. A device keeps the n-th part of its block that is meant for itself."
+    "You count a whole block for an all-to-all. A device keeps 1/n of its block, the part meant for itself."
 )
 def whole_block_exchanged(*args):
     return search(as_case(*args), price=lambda k, n, b: b if k == "all-to-all" else price(k, n, b))

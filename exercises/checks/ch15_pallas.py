@@ -72,7 +72,7 @@ index_maps = Exercise(
     minutes=25,
     points=10,
     statement="""
-Here is the inside of an attention, without its softmax: `o` is the sum over keys of `(q . k) v`, and no query sees a
+Here is the core of attention, without its softmax: `o` is the sum over keys of `(q . k) v`, and no query sees a
 later key. Its kernel is finished:
 
 ```python
@@ -98,9 +98,9 @@ array. `q` and the result are `[B, N, T, H]`, `k` and `v` are `[B, K, T, H]`.
   keys. The kernel sees blocks of `[block, H]`. A `None` in a block's shape takes one index of that dimension, and
   removes the dimension.
 - `N / K` adjacent query heads share a key head, as in chapter 4: query head `n` reads key head `n // (N // K)`.
-- The kernel skips blocks of keys that are later than its queries. **They must not be loaded either.** Load at most `n
-  (n + 1) / 2` blocks of `k`, and of `v`, for each row and query head, with `n = T // block`. Load each block of `q`
-  once, and store each block of the result once.
+- The kernel skips blocks of keys that are later than its queries. **They must not be loaded either.** With
+  `m = T // block`, load at most `m (m + 1) / 2` blocks of `k`, and of `v`, for each row and query head. Load each block
+  of `q` once, and store each block of the result once.
 """,
     hints=(
         "Each index map takes four numbers, `b, n, t, s`, and returns four block numbers. Which of the four does the "
@@ -277,8 +277,8 @@ reduction = Exercise(
 Write `column_stats(x_MN, block_M=32, block_N=128)`: the sum and the maximum of every column, in one Pallas call with
 two results.
 
-- Blocks of x are `[block_M, block_N]`, and each is loaded once. M and N are at least 1 and needn't be multiples of the
-  block's. The last block may contain anything past the end, even NaN.
+- Blocks of x are `[block_M, block_N]`, and each is loaded once. M and N are at least 1 and needn't be multiples of
+  `block_M` and `block_N`. The last block may contain anything past the end, even NaN.
 - Both results are float32 arrays `[1, N]`. x may be bfloat16: convert a block before you sum it. Nothing outside the
   call touches an array of x's size.
 - With two results, `out_specs` and `out_shape` are lists of two, and the kernel gets two output refs.
