@@ -30,8 +30,8 @@ with feature i + h: that is the layout `"half"`. Meta's checkpoints and GGUF fil
 2i + 1: the layout `"interleaved"`. Pair i has the same frequency in both. A checkpoint in one layout therefore
 becomes one in the other when the rows of its query and key projections change their order.
 
-Write `reorder_rotary(rows, heads, fraction, layout)`, which returns the rows in the layout that you name. They come
-in the other one.
+Write `reorder_rotary(rows, heads, fraction, layout)`, which returns the rows in the layout `layout`. They are given in
+the other one.
 
 - `rows` is a weight [heads * H, D], or its bias [heads * H], or has more dimensions. Only the first
   dimension is reordered. It has all of the first head, then all of the second, and so on.
@@ -1131,7 +1131,7 @@ turns the bytes of a tensor into a float32 array of its shape.
 - The blocks run along the last dimension, row after row, and none reaches from one row into the next. A shape whose
   last dimension isn't a multiple of 32 is a `ValueError`, even where the total number of values is a multiple. So is a
   number of bytes that doesn't fit the shape.
-- Two million numbers take less than a second. A Python loop over them would need hours for a real model.
+- Two million numbers must take less than a second. A Python loop over them would need hours for a real model.
 """,
     hints=(
         "How many bytes does a block of each kind have? Read as an array of blocks, the data has one row for each "
@@ -1441,8 +1441,8 @@ what was there.
 Write `window_attention(q_TNH, k_TKH, v_TKH, window, cache=None)`. It computes the attention of T new tokens and returns
 `(out_TNH, cache)`, with the cache that the next call gets.
 
-- T is 1 when a model decodes. In prefill it's any number: more than the window, or a later piece of a text that has
-  already begun. A text in pieces, whatever their lengths, gives the same output as the text in one call.
+- T is 1 when a model decodes. In prefill it's any number, even more than the window, and the tokens may continue a
+  text that has already begun. A text in pieces, whatever their lengths, gives the same output as the text in one call.
 - Logits are divided by $\\sqrt{H}$. Each of the K key heads serves N / K neighbouring query heads.
 - The cache is `(keys, values, length)`: two float32 arrays [window, K, H], and the total number of tokens so far as a
   Python int. A slot that no token has reached is 0 and is not seen. Before the first token the cache is None.
@@ -1821,7 +1821,7 @@ A checkpoint of 800 GB is read by hundreds of devices, and each of them keeps a 
 - `where` has a pair (begin, end) for each dimension, such as `((0, 576), (384, 768))`. The result is a NumPy array of
   the part's shape and of `dtype`, which may be bfloat16 from ml_dtypes.
 - `file` has `seek(position)`, `read(count)` and `tell()`, like a file opened with `buffering=0`. So `read` may return
-  fewer bytes than you ask for, and none at the end of the file. It may have been read before, up to any position.
+  fewer bytes than you ask for, and none at the end of the file. Its position may be anywhere when you get it.
 - Read every byte of the part once, and no other byte. Bytes that are contiguous in the file take one `read`: a single
   one for some rows of a matrix, but one for each row if you need half of the columns.
 - A part that isn't within the tensor is a `ValueError`, even if it is empty, and so is a file that ends too early. An
