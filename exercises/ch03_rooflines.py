@@ -36,9 +36,9 @@ def crossover_batch(D, F, peak, bandwidth, activation_bytes, weight_bytes):
       F: size of the other dimension of the weights, a Python int.
       peak: FLOP/s, a Python int or a float that holds one.
       bandwidth: bytes/s, a Python int or a float that holds one.
-      activation_bytes: bytes of a number of the input and the result, an int.
-      weight_bytes: bytes of a number of the weights: 4, 2, 1, 0.5, or 0 if
-        they need not be read.
+      activation_bytes: bytes per number in the input and the result, an int.
+      weight_bytes: bytes per weight: 4, 2, 1, 0.5, or 0 if the weights need
+        not be read.
 
     Returns:
       A Python int, at least 1, or None if no batch is large enough.
@@ -49,7 +49,7 @@ def crossover_batch(D, F, peak, bandwidth, activation_bytes, weight_bytes):
 
 # EXERCISE 03.classify
 def predict_time(ops, peaks, bandwidth):
-    """Each operation's limit, the time of all, and the share that is memory's.
+    """Each operation's limit, the total time, and the share spent on memory.
 
     Args:
       ops: list of dicts with
@@ -62,8 +62,8 @@ def predict_time(ops, peaks, bandwidth):
 
     Returns:
       (limits, seconds, memory_share): a list with "compute" or "memory" for
-      each operation, the time of all of them in seconds, and the share of it,
-      from 0 to 1, of those that wait for memory.
+      each operation, the total time in seconds, and the share of it, from 0 to
+      1, taken by operations that wait for memory.
     """
     # YOUR CODE HERE
     raise NotImplementedError("03.classify")

@@ -1056,8 +1056,8 @@ count_scan = Exercise(
 Write `matmul_flops(closed_jaxpr)`. It takes the result of `jax.make_jaxpr(fn)(*args)` and returns
 the FLOPs of every `dot_general` that the program runs, as an exact Python integer.
 
-- A `dot_general` has 2 FLOPs for each number of its result and each term of the sum for that
-  number. `eqn.params["dimension_numbers"]` says which dimensions are summed. If none are, the sum
+- Each number in the result of a `dot_general` is a sum, and each term of that sum counts as 2
+  FLOPs. `eqn.params["dimension_numbers"]` says which dimensions are summed. If none are, the sum
   has one term; if one of them is empty, it has none.
 - The body of a `scan` counts `eqn.params["length"]` times, even in a scan within a scan.
 - Look inside every equation that calls another jaxpr: `jit`, `checkpoint`, functions with

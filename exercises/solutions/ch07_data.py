@@ -15,8 +15,8 @@ def merge_step(words, counts, new_id):
       new_id: int, the id that replaces the pair.
 
     Returns:
-      (pair, words): the tuple of two ids that was merged, and new lists in
-      which it was; pair is None where no word has two ids.
+      (pair, words): the tuple of two ids that was merged, and the words after
+      the merge, in new lists; pair is None if no word has two ids.
     """
     # BEGIN SOLUTION
     pairs = {}
