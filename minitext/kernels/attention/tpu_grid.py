@@ -17,13 +17,14 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from minitext.kernels import block_shapes
 from minitext.kernels.attention.mask import Mask
 
 LANES = 128
 # More bits of a step's kind, beside those of `Mask.kinds`: the first and the last step of one sum.
 FIRST, LAST = 4, 8
 NARROW = 512  # the longest block where queries see few keys
-BLOCKS_BYTES = 16 * 2**20  # VMEM for blocks, and for registers that the compiler stores there
+BLOCKS_BYTES = 32 * 2**20  # VMEM for blocks, and for registers that the compiler stores there
 
 
 class Tile(NamedTuple):
@@ -169,6 +170,13 @@ def _specs(task: Task, S: int, H: int, group: int, by: str) -> dict[str, pl.Bloc
     }
 
 
+def _vmem_limit(sums: int) -> int | None:
+    """Returns the VMEM that a kernel may use: the compiler grants 16 MiB by default, all that a v4 has."""
+    chip = block_shapes.find_this_chip()
+    large = chip is not None and (chip.vmem_bytes or 0) > BLOCKS_BYTES
+    return BLOCKS_BYTES + sums if large else None
+
+
 def call(kernel, task, arrays, segments_BT, *, by, ins, outs, out_shapes, scratch, first=()):
     """Calls a kernel for each step of its plan.
 
@@ -199,7 +207,7 @@ def call(kernel, task, arrays, segments_BT, *, by, ins, outs, out_shapes, scratc
     grids = {"q": (B, N, count), "head": (B, K, members, count), "kv": (B, K, count, members)}
     segments = [None, None] if segments_BT is None else ["q_segments", "kv_segments"]
     inner = ("parallel", "parallel", "arbitrary", "arbitrary")
-    vmem = resident_bytes(S, H, k.dtype.itemsize) + BLOCKS_BYTES if by == "head" else None
+    sums = resident_bytes(S, H, k.dtype.itemsize) if by == "head" else 0
     return pl.pallas_call(
         partial(kernel, task),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -214,7 +222,7 @@ def call(kernel, task, arrays, segments_BT, *, by, ins, outs, out_shapes, scratc
         ),
         out_shape=out_shapes,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=inner[: len(grids[by])], vmem_limit_bytes=vmem
+            dimension_semantics=inner[: len(grids[by])], vmem_limit_bytes=_vmem_limit(sums)
         ),
         name=kernel.__name__.strip("_"),
     )(*steps, *first, *arrays, q_segments, kv_segments)
