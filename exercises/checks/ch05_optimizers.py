@@ -1230,7 +1230,7 @@ def skips(t, fn, norms, skipped, window, factor, patience, spoil=None):
     updates, _, _ = steps_of(fn, grads, window, factor, patience)
     got = [np.concatenate([np.ravel(u["w"]), np.ravel(u["b"]["gain"])]) for u in updates]
     want = replay(grads, skipped)
-    why = f"updates of {len(norms)} steps with norms {norms}, of which those with a 1 are skipped: {skipped}"
+    why = f"updates of {len(norms)} steps with norms {norms}; skipped are those with a 1 here: {skipped}"
     t.close(
         np.array(got), want, rtol=1e-5, atol=1e-6, why=f"window {window}, factor {factor}: {why}"
     )

@@ -1272,7 +1272,7 @@ def _(fn, t):
 
 @route.check("where the first move that looks best isn't")
 def _(fn, t):
-    routes_are_best(t, fn, moves_where(t, by_dearest_move))
+    routes_are_best(t, fn, moves_where(t, by_largest_move))
 
 
 @route.check("where a cheaper way to the same layout is found later")
@@ -1320,8 +1320,8 @@ def fewest_moves(case):
     return None if found is None else (cost_of(case, found[1]), found[1])
 
 
-def by_dearest_move(case):
-    """A way whose dearest move is as cheap as possible, in the same manner."""
+def by_largest_move(case):
+    """A way whose most expensive move is as cheap as possible, found likewise."""
     queue, done = [(0, 0, case["source"], [])], set()
     while queue:
         worst, steps, layout, way = heapq.heappop(queue)
@@ -1457,9 +1457,9 @@ def divides_anything(*args):
     return search(as_case(*args), divides=False)
 
 
-@route.mutant("You minimise the dearest single move. What counts is the sum over all of them.")
-def dearest_move(*args):
-    return by_dearest_move(as_case(*args))
+@route.mutant("You minimise the most expensive single move. Minimise the sum over all moves.")
+def largest_move(*args):
+    return by_largest_move(as_case(*args))
 
 
 @route.mutant(

@@ -727,7 +727,7 @@ def wrong_rows(got, want, n):
             found = f"the product for the rows of device {same.index(True)}"
         elif np.allclose(part, 2 * want[rows, device], rtol=1e-4, atol=1e-4):
             found = "twice their product"
-        return f"Device {device} has {found} in the place of the rows of device {rows}"
+        return f"Device {device} has {found} where the rows of device {rows} belong"
     return ""
 
 

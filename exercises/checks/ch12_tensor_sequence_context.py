@@ -337,7 +337,7 @@ def right_loss(x, w, targets):
 
 
 def device_0s(x, w, targets, n):
-    """Losses of which only device 0's part is right, under what is to be said of them."""
+    """Losses where only device 0's part is right, by the sentence that describes the mistake."""
     logits = np.asarray(x, np.float64) @ w
     parts = logits.reshape(len(x), n, -1)
     tops, hit = parts.max(axis=2), logits[np.arange(len(x)), targets]

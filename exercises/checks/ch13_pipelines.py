@@ -94,7 +94,7 @@ def run_on(t, mesh, fn, *args):
 
 
 def wrong_microbatch(got, w_LDD, x_MBD, S):
-    """What is in the place of the first microbatch that is wrong."""
+    """Says what the first wrong microbatch holds instead."""
     after = [x_MBD]  # one layer, two layers, ...
     for w_DD in w_LDD:
         after.append(np.asarray(plain_layer(w_DD, after[-1])))
@@ -613,7 +613,7 @@ PARTS = {
     "long_slots": "a circular pipeline's slot has one of its R groups",
     "one_send": "there is a send after every backward slot too",
     "no_send": "the sends are missing",
-    "busy_sends": "you send after each microbatch; send after every slot, of which a pass has S-1 more",
+    "busy_sends": "you send after each microbatch; send after every slot: a pass has S-1 more slots than microbatches",
     "short_sends": "a message is as large in a circular pipeline: R doesn't divide `send`",
     "no_bubble": "that counts only the slots with work: a pass has S-1 more",
     "all_r": "R counts in `circular` only",

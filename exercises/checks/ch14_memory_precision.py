@@ -1052,7 +1052,7 @@ def planned(t, fn, *cases):
     """A case is (sizes, seconds, memory, rows, why). All plans are observed: two mistakes often agree on one."""
     plans = [fn(*case[:4]) for case in cases]
     for plan in plans:
-        why = f"got {plan}, want (remat, microbatches, offload), of which the first is a string"
+        why = f"got {plan}, want (remat, microbatches, offload); the first is a string"
         t.true(plan is None or isinstance(plan[0], str), why, str(plan))
     seen = np.array([plan_as_numbers(plan) for plan in plans], float)
     for got, (sizes, seconds, memory, rows, why) in zip(plans, cases, strict=True):

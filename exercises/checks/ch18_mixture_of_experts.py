@@ -745,7 +745,7 @@ def balances(fn, t, logits, k, mask, why, rtol=1e-4):
     want = by_autodiff(logits, k, mask)
     E, loss, gradient = logits.shape[1], *map(np.asarray, want)
     mistakes = other_losses(np.asarray(logits), k, np.asarray(mask)) | {
-        "It is k times the loss: f is a share of the assignments, of which a token has k": k * loss,
+        "It is k times the loss: f is a share of the assignments, and a token has k of them": k * loss,
         "It is the loss times the number of tokens that count": loss * np.sum(mask),
         "It is the loss minus 1, which is what an even load gives": loss - 1,
     }
@@ -1239,7 +1239,7 @@ list of dicts, one for each device, that map an expert's number to the tokens it
 
 
 def skewed_loads(t, experts, devices, skew=1.5):
-    """Loads of which a few experts have most, in any order; their sum is a multiple of `devices`."""
+    """Loads that mostly fall on a few experts, in any order; their sum is a multiple of `devices`."""
     loads = [int(x) for x in 3 + 900 * np.exp(skew * t.rng.normal(size=experts))]
     loads[int(t.rng.integers(experts))] += -sum(loads) % devices
     return loads

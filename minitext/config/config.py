@@ -87,7 +87,7 @@ class Config(Section):
         if tokens > MOST_TOKENS:
             yield (
                 f"train.global_batch={self.train.global_batch} rows of data.seq_len={self.data.seq_len} are "
-                f"{tokens:,} tokens, and a step takes {MOST_TOKENS:,}: lower them"
+                f"{tokens:,} tokens, and a step can have {MOST_TOKENS:,}: lower them"
             )
         first, steps = self.profile.first_step, self.profile.steps
         if first is None and steps != sections.ProfileConfig().steps:
@@ -111,8 +111,8 @@ class Config(Section):
         return resolve([("replaced", dict(values))], base=self)
 
 
-# Of a step. The largest batches have a hundred million. The TPU compiler squares such a number in 64 bits, and dies of
-# an overflow a little above this.
+# Of a step. The largest batches have a hundred million. The TPU compiler squares this number in 64 bits, and a little
+# above this limit it overflows and crashes.
 MOST_TOKENS = 3_000_000_000
 DEPTH = 4  # names in a key; the longest keys have three
 SHOWN = 12  # problems in a message
