@@ -745,7 +745,8 @@ def balances(fn, t, logits, k, mask, why, rtol=1e-4):
     want = by_autodiff(logits, k, mask)
     E, loss, gradient = logits.shape[1], *map(np.asarray, want)
     mistakes = other_losses(np.asarray(logits), k, np.asarray(mask)) | {
-        "It is k times the loss: f is a share of the assignments, and a token has k of them": k * loss,
+        "It is k times the loss: f is a share of the assignments, and a token has k of them": k
+        * loss,
         "It is the loss times the number of tokens that count": loss * np.sum(mask),
         "It is the loss minus 1, which is what an even load gives": loss - 1,
     }
