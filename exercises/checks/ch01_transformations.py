@@ -1542,7 +1542,7 @@ def other_axis_forward(logits):
 
 wrong_logsumexp(
     "over_the_first_axis",
-    "You sum over another axis than the last.",
+    "You sum over an axis other than the last.",
     forward=other_axis_forward,
     backward=lambda residuals, g: (jnp.moveaxis(good_backward(residuals, g)[0], -1, 0),),
 )

@@ -692,7 +692,7 @@ def rounds_down(D, F, peak, bandwidth, activation_bytes, weight_bytes):
 
 
 @crossover.mutant(
-    "For a layer that never gets there you return a number, such as infinity or -1. None is asked for."
+    "For a layer that never gets there you return a number, such as infinity or -1. Return None."
 )
 def infinity(D, F, peak, bandwidth, activation_bytes, weight_bytes):
     found = right_batch(D, F, peak, bandwidth, activation_bytes, weight_bytes)
@@ -1029,7 +1029,7 @@ def runs_on_one_side(ops, peaks, bandwidth):
     return limits, total, seconds["memory"] / total if total else 0.0
 
 
-@classify.mutant("A dtype that `peaks` doesn't have gets another peak than float32's.")
+@classify.mutant("A dtype that `peaks` doesn't have gets a peak other than float32's.")
 def another_way_out(ops, peaks, bandwidth):
     known = {op["dtype"]: max(peaks.values()) for op in ops}
     return right_prediction(ops, known | peaks, bandwidth)

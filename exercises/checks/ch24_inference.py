@@ -622,7 +622,7 @@ for name, hint, fn in (
      attention_with(mask=False)),
     ("one_slot_too_many", "You see one slot more than the text has tokens. Slot `lengths_B[b]` is unused.",
      attention_with(more=1)),
-    ("one_slot_too_few", "You see one slot less than the text has tokens.", attention_with(more=-1)),
+    ("one_slot_too_few", "You see one slot fewer than the text has tokens.", attention_with(more=-1)),
     ("masked_with_too_little", "Your masked scores are low, but real ones may be lower: they reach -10,000.",
      attention_with(low=-1e4, zeros=False)),
     ("no_scale", "Divide the scores by the square root of H.", attention_with(scale=False)),
