@@ -1293,6 +1293,7 @@ def _(fn, t):
     look = {"mesh": {"x": 2, "y": 3}, "shape": (6 * number(t, 3, 9),)}
     routes_are_best(t, fn, [fixed_move(t, *ends, slack=slack, **look) for slack in (6, 5)])
     routes_are_best(t, fn, moves_where(t, lambda case: search(case, room=10**12), slack=1))
+    routes_are_best(t, fn, moves_where(t, in_half_the_room, slack=3))
 
 
 @route.check("dimensions that can't be divided by every axis")
@@ -1312,6 +1313,11 @@ def _(fn, t):
 @route.check("four axes")
 def _(fn, t):
     routes_are_best(t, fn, [draw_move(t, axes="xyzw", dims=3, slack=3)])
+
+
+def in_half_the_room(case):
+    """The cheapest way in half of `room`, or in all of it if there is none."""
+    return search(case, room=case["room"] // 2) or search(case)
 
 
 def fewest_moves(case):
@@ -1438,6 +1444,11 @@ def cuts_cost(*args):
 @route.mutant("You ignore `room`. A block on the way may not take more, either.")
 def no_limit(*args):
     return search(as_case(*args), room=10**18)
+
+
+@route.mutant("You avoid large blocks where you can. The cheapest way may need all of `room`.")
+def half_the_room(*args):
+    return in_half_the_room(as_case(*args))
 
 
 @route.mutant(

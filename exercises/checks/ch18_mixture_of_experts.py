@@ -1248,7 +1248,7 @@ def skewed_loads(t, experts, devices, skew=1.5):
 
 def is_even(t, fn, loads, devices, slots):
     plan = fn(list(loads), devices, slots)
-    case = f"{len(loads)} experts, {devices} devices with {slots} slots"
+    case = f"{len(loads)} experts, {devices} device{'s' * (devices > 1)} with {slots} slots"
     t.true(
         isinstance(plan, list) and all(isinstance(device, dict) for device in plan),
         f"{case}: the answer is a list of dicts", str(plan)[:80],
