@@ -204,7 +204,7 @@ def look_at(opened: Tab, address: str) -> Look:
     return Look(list(opened.faults), faint, alts, outputs, links, wide, cut, set(opened.loaded))
 
 
-CUT = """() => [...document.querySelectorAll('.cell_input pre')]
+CUT = """() => [...document.querySelectorAll('.cell_input pre, .highlight-python pre')]
   .filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.textContent.slice(0, 80))"""
 
 
