@@ -1230,9 +1230,10 @@ account = Exercise(
     minutes=35,
     points=15,
     statement="""
-A job was hit by faults on purpose and restarted each time it ended. Write `bill(attempts, faults)`, which gives every
-second of the run a cause and every fault its bill. It returns `(seconds, bills)`: a dict of seconds by cause, which sum
-to the time from the first start to the last end; and for each fault a tuple `(seconds it cost, steps repeated)`.
+Faults were injected into a job on purpose, and it was restarted each time it ended. Write `bill(attempts, faults)`,
+which gives every second of the run a cause and every fault its bill. It returns `(seconds, bills)`: a dict of seconds
+by cause, which sum to the time from the first start to the last end; and for each fault a tuple
+`(seconds it cost, steps repeated)`.
 
 `attempts` has a dict for each start of the job, in order. Times are in seconds.
 
