@@ -34,8 +34,8 @@ last check gives you a real model and the real compiler for a v5e.
 - The settings, also called a *plan*, are a list of four strings. They set `model.remat` to `none`, `dots` or `full`;
   `train.microbatches` to M; and `mesh.data` and `mesh.fsdp`, whose product is `devices`. Each device's part of a
   microbatch is a whole number of rows.
-- Recomputing costs most, so try all plans with `none` before any with `dots`, and those before `full`. Among these, try
-  fewer microbatches first, and then a smaller `mesh.fsdp`.
+- Recomputing costs most, so try all plans with `none` before any with `dots`, and those before `full`. Among plans with
+  the same remat, try fewer microbatches first, and then a smaller `mesh.fsdp`.
 - `predict(settings)` is quick, and the compiler's figure is between `predict / 1.1` and `predict * 1.1`.
   `ask(settings)` compiles and returns whether the compiler accepts the step.
 - Return only settings that you have asked about and that were accepted. Don't ask about a plan that can't fit, or about
