@@ -1446,8 +1446,8 @@ Write `window_attention(q_TNH, k_TKH, v_TKH, window, cache=None)`. It computes t
 - Logits are divided by $\\sqrt{H}$. Each of the K key heads serves N / K neighbouring query heads.
 - The cache is `(keys, values, length)`: two float32 arrays [window, K, H], and the total number of tokens so far as a
   Python int. A slot that no token has reached is 0 and is not seen. Before the first token the cache is None.
-- A caller may continue twice from the same cache, so don't change it. The output is float32, and right however large
-  or small the logits are.
+- A caller may continue twice from the same cache, so don't change it. The output is float32, and correct even if
+  logits are very large or very small.
 """,
     hints=(
         "The text has 10 tokens, the window is 4, and 3 more tokens come. Which positions does the first of them see, "
