@@ -44,7 +44,8 @@ A conversation without the assistant has a mask of zeros.
         "For message n of the assistant, what it says begins at `len(render(messages[:n], True))` and ends in "
         "`render(messages[:n + 1], False)`. Both must be beginnings of the whole text.",
         "With a list of those beginnings and ends, (a, b): `said = [any(start < b and a < stop for a, b in spans) for "
-        "start, stop in offsets]`. The mask of targets is `said[1:]`. A span's b is `after.rindex(end, len(before)) + len(end)`.",
+        "start, stop in offsets]`. The mask of targets is `said[1:]`. A span's b is `after.rindex(end, len(before)) + "
+        "len(end)`.",
     ),
 )
 
