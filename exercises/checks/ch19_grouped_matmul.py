@@ -740,8 +740,8 @@ empty_groups = Exercise(
     points=10,
     forbid=("jax.numpy.pad", "jax.numpy.nan_to_num", "jax.ops.segment_sum"),
     statement="""
-The gradient of a group's bias is a sum over the group's rows, and a log of an expert's inputs may need their mean.
-This kernel computes means:
+The gradient of a group's bias is a sum over the group's rows, and a training log may want the mean of an expert's
+inputs. This kernel computes means:
 
 ```python
 from minitext.kernels.grouped_matmul.tpu import visits

@@ -1106,9 +1106,8 @@ Whatever the small model guesses, the tokens are distributed exactly as if the l
         "Why may the token that replaces a rejected guess not come from p itself? Add up the probability of each "
         "token "
         "for two tokens, q = (0.9, 0.1) and p = (0.5, 0.5).",
-        "`np.maximum(p_kV[i] - q_kV[i], 0)` is what guessing has not yet given. Its sum is below 1, so the number "
-        "that "
-        "you compare cumulative sums with is `uniforms[-1] * sum`.",
+        "`np.maximum(p_kV[i] - q_kV[i], 0)` is the probability of each token that guesses don't provide. Its sum is "
+        "below 1, so the number that you compare cumulative sums with is `uniforms[-1] * sum`.",
         "`for ... else` runs the `else` part when no guess was rejected. `np.searchsorted(np.cumsum(rest), u, "
         "side='right')` is the first place where the cumulative sum exceeds u.",
     ),

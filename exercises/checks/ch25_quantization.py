@@ -722,12 +722,13 @@ make up for the error. `x_ND` are inputs that the layer has seen.
 - Each column of w has a scale: its largest magnitude divided by 7, or 1 for a column of zeros. It never changes.
 - Rows are rounded one after another, from row 0 on, to the nearest multiple of each column's scale, from -7 to 7 times
   the scale.
-- Rounding row d leaves an error e_F, the row as it was just before less the row as it is now. It changes the product by
-  x_N e_F, where x_N is column d of x_ND. Before you go on, add to the *later* rows the change C_RF that makes up for it
-  best: the one that minimises ‖x_NR C_RF - x_N e_F‖² + damp ‖C_RF‖², where x_NR are the inputs of the later rows.
+- Rounding row d leaves an error e_F: the row as it was just before rounding, minus the row as it is now. It changes the
+  product by x_N e_F, where x_N is column d of x_ND. Before you go on, add to the *later* rows the change C_RF that
+  makes up for it best: the one that minimises ‖x_NR C_RF - x_N e_F‖² + damp ‖C_RF‖², where x_NR are the inputs of the
+  later rows.
 
-With N D F up to 300 x 40 x 30 the time for all checks is a minute, so D systems of equations may be solved.
-The checks compare ‖x (w - rounded)‖² + damp ‖w - rounded‖², with a margin of 3 percent.
+N x D x F goes up to 300 x 40 x 30 and all checks together have a minute, so you can afford to solve D systems of
+equations. The checks compare ‖x (w - rounded)‖² + damp ‖w - rounded‖², with a margin of 3 percent.
 """,
     hints=(
         "The change is a least-squares problem that you can solve in one line for all columns at once: it depends on "

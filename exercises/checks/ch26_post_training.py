@@ -32,9 +32,9 @@ targets that the assistant says.
 - The assistant says what comes after the header that opens its turn, up to and including the last `end` of its turn. It
   says neither the header nor what the template writes after `end`. There may be several such turns.
 - A token is the assistant's if any of its characters is.
-- Some templates change what was before, or leave a turn out. For message n of the assistant, the whole text must begin
-  with `render(messages[:n + 1], False)`, and this with `render(messages[:n], True)`, and there must be an `end` after
-  the header. Otherwise raise `ValueError`.
+- Some templates change earlier turns, or leave one out. For message n of the assistant, the whole text must begin with
+  `render(messages[:n + 1], False)`, and this with `render(messages[:n], True)`, and there must be an `end` after the
+  header. Otherwise raise `ValueError`.
 
 A conversation without the assistant has a mask of zeros.
 """,
@@ -43,8 +43,9 @@ A conversation without the assistant has a mask of zeros.
         "does `render` write if you give it only the messages up to a turn?",
         "For message n of the assistant, what it says begins at `len(render(messages[:n], True))` and ends in "
         "`render(messages[:n + 1], False)`. Both must be beginnings of the whole text.",
-        "With a list of such (a, b): `said = [any(start < b and a < stop for a, b in spans) for start, stop in "
-        "offsets]`. The mask of targets is `said[1:]`. A span's b is `after.rindex(end, len(before)) + len(end)`.",
+        "With a list of those beginnings and ends, (a, b): `said = [any(start < b and a < stop for a, b in spans) for "
+        "start, stop in offsets]`. The mask of targets is `said[1:]`. A span's b is `after.rindex(end, len(before)) + "
+        "len(end)`.",
     ),
 )
 
@@ -389,7 +390,7 @@ A server has one copy of the weights and N adapters, and each row of a batch may
   gradient may be touched by them.
 - It works under `jax.jit`, with `which_B` traced.
 
-B T and B R are smaller than D and F in the checks.
+Where the checks look at the sizes of arrays, the products B T and B R are smaller than D and F.
 """,
     hints=(
         "In which order do you have to multiply x, a and b so that no matrix of D times F occurs? And how do you get "
@@ -594,7 +595,7 @@ Write `dpo(logp_BT, ref_BT, segment_BT, mask_BT, beta)`, the loss of direct pref
 each row has the chosen conversation as segment 1 and the rejected one as segment 2.
 
 - An answer's log-probability is the sum over its targets, those of its segment where `mask_BT` is 1.
-- The implicit reward of an answer is beta times (its log-probability less that by the reference).
+- The implicit reward of an answer is beta times the difference between its log-probability and the reference's.
 - The loss of a pair is -log σ(reward of the chosen - reward of the rejected). The result is the mean over pairs.
 - A row in which one of the answers has no target isn't a pair, and doesn't count; such an answer has the reward 0. With
   no pair at all, the loss is 0.
