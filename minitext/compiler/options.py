@@ -82,6 +82,11 @@ class Option(NamedTuple):
     value: str
     source: str
 
+    @property
+    def typed(self) -> str | bool:
+        """The value as `jax.jit` takes it: the compilers for CPUs and GPUs want booleans where TPUs' take words."""
+        return {"true": True, "false": False}.get(self.value.lower(), self.value)
+
 
 def chosen(cfg: XLAConfig, mesh: Mesh | AbstractMesh) -> list[Option]:
     """Returns the options of a train step for a mesh's devices, by name; later sources win.
@@ -119,7 +124,7 @@ def platform_of(name: str) -> str | None:
 
 def compiler_options(cfg: XLAConfig, mesh: Mesh | AbstractMesh) -> dict[str, Any] | None:
     """Returns `chosen` as `jax.jit` takes them, or None if there are none."""
-    return {option.name: option.value for option in chosen(cfg, mesh)} or None
+    return {option.name: option.typed for option in chosen(cfg, mesh)} or None
 
 
 def refused(options: Sequence[Option], mesh: Mesh) -> Iterator[tuple[Option, str]]:
@@ -129,7 +134,7 @@ def refused(options: Sequence[Option], mesh: Mesh) -> Iterator[tuple[Option, str
     )
     zero = jax.ShapeDtypeStruct((8,), "float32", sharding=place)
     for option in options:
-        one = jax.jit(lambda x: x + 1, compiler_options={option.name: option.value})
+        one = jax.jit(lambda x: x + 1, compiler_options={option.name: option.typed})
         try:
             one.lower(zero).compile()
         except jax.errors.JaxRuntimeError as error:
@@ -146,10 +151,12 @@ def refusals_named() -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        found = re.search(r"No such compile option: '(\w+)'|into flag (\w+)", str(error))
+        found = re.search(
+            r"(?:No such compile option: '|into flag |While setting option )(\w+)", str(error)
+        )
         if found is None:
             raise
-        raise UserError(f"xla.options: {_reason(found[1] or found[2], str(error))}") from None
+        raise UserError(f"xla.options: {_reason(found[1], str(error))}") from None
 
 
 def _reason(name: str, error: str) -> str:
