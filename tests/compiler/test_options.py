@@ -121,6 +121,13 @@ def test_a_compiler_that_wants_booleans_takes_words(word, tiny):
     assert not list(options.refused(options.chosen(cfg.xla, mesh), mesh))
 
 
+def test_a_failure_at_cudnns_attention_is_one_line():
+    with pytest.raises(UserError, match=r"model\.scan_layers=true"), options.refusals_named():
+        raise IndexError("absl::container_internal::raw_hash_map<>::at")
+    with pytest.raises(IndexError, match="else"), options.refusals_named():
+        raise IndexError("something else")
+
+
 @pytest.mark.gpu_aot
 def test_the_compiler_for_gpus_takes_what_is_always_on(monkeypatch):
     mesh = topology_mesh("h100:1x1x1")
