@@ -24,7 +24,6 @@ from minitext.kernels.grouped_matmul import gpu as grouped
 from minitext.kernels.grouped_matmul import xla as xla_grouped
 from minitext.kernels.linear_cross_entropy import gpu as cross_entropy
 from minitext.kernels.lookup import gpu as lookup
-from minitext.kernels.lookup import xla as xla_lookup
 from minitext.kernels.paged_attention import gpu as paged
 from minitext.kernels.rms_norm import gpu as norm
 from minitext.sharding.mesh import make_mesh
@@ -366,50 +365,6 @@ def test_paged_attention_ignores_what_a_page_holds_outside_the_mask(mask, poison
         weights = np.exp(k[b, seen[b], n // 2] @ q[b, n] / np.sqrt(H))
         want = weights @ v[b, seen[b], n // 2] / weights.sum()
         np.testing.assert_allclose(out[b, n], want, atol=2e-6)
-
-
-# ---------------------------------------------------------------------------- lookup
-
-
-@settings(deadline=None, max_examples=10)
-@given(
-    st.integers(1, 20), st.integers(1, 70), st.integers(0, 200), st.booleans(), st.integers(0, 9)
-)
-def test_the_gradient_of_a_table_is_a_sum_over_its_tokens(V, D, X, crowded, seed):
-    """Rows that nobody looks up get zeros; negative tokens count from the end, and those from V on get nothing."""
-    rng = np.random.default_rng(seed)
-    table = jnp.asarray(rng.normal(size=(V, D)), jnp.float32)
-    tokens = jnp.asarray(rng.integers(-V, V + 2, (2, X + 1)) // (1 + 9 * crowded), jnp.int32)
-    with interpreted():
-        out, grad = with_gradients(lookup.lookup, table, tokens)
-    want, want_grad = with_gradients(xla_lookup.lookup, table, tokens)
-    np.testing.assert_array_equal(out, want)
-    np.testing.assert_allclose(grad, want_grad, atol=1e-5)
-
-
-def test_sums_of_bfloat16_gradients_are_rounded_once():
-    table = jnp.zeros((2, 8), jnp.bfloat16)
-    with interpreted():
-        _, grad = with_gradients(
-            lookup.lookup, table, jnp.zeros(1000, jnp.int32), cotangent=jnp.ones_like
-        )
-    np.testing.assert_array_equal(grad, jnp.asarray([[1000], [0]], jnp.bfloat16).repeat(8, 1))
-
-
-def test_each_device_looks_up_its_own_tokens():
-    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    rng = np.random.default_rng(0)
-    table = jnp.asarray(rng.normal(size=(9, 24)), jnp.float32)
-    tokens = jnp.asarray(rng.integers(0, 9, (8, 6)), jnp.int32)
-    want = with_gradients(xla_lookup.lookup, table, tokens, cotangent=jnp.cos)
-    with jax.set_mesh(mesh), interpreted():
-        tokens = jax.device_put(tokens, NamedSharding(mesh, P(("data", "fsdp"))))
-        table = jax.device_put(table, NamedSharding(mesh, P()))
-        out = with_gradients(lookup.lookup, table, tokens, cotangent=jnp.cos)
-        split = jax.device_put(table[:8], NamedSharding(mesh, P("tensor")))
-        assert "split over ('tensor', None)" in lookup.supports(split, tokens)
-    for got, expected in zip(out, want, strict=True):
-        np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 # ---------------------------------------------------------------------------- the shapes of models

@@ -4,7 +4,7 @@ The gradient of a table's row is the sum over the tokens that looked it up. XLA'
 when it is told not to, it sorts every number of the gradient. Here only the tokens are sorted. Then the gradients of a
 token are neighbours, and one program adds them (a Pallas kernel that JAX lowers to Triton).
 
-Chapters: 4.
+Chapters: 19.
 """
 
 from functools import partial
