@@ -36,7 +36,7 @@ notebooks: .venv/dev  ## run every chapter in environments that its readers woul
 	$(BIN)/python benchmarks/notebooks.py $(ARGS)
 
 test-gpu-aot: .venv-gpu/made  ## compile every GPU kernel for an H100 without one (installs 4 GB into .venv-gpu)
-	$(ON_CPU) .venv-gpu/bin/python -m pytest -m gpu_aot tests/kernels/test_gpu.py tests/compiler/test_aot.py $(ARGS)
+	$(ON_CPU) .venv-gpu/bin/python -m pytest -m gpu_aot tests/kernels/test_gpu.py tests/compiler/test_aot.py tests/compiler/test_options.py $(ARGS)
 	$(ON_CPU) .venv-gpu/bin/python -m pytest -k gpu tests/compiler/test_hlo.py
 
 test-tunix: .venv-tunix/made  ## train our models with Tunix, whose pins are older (installs 2 GB into .venv-tunix)

@@ -99,6 +99,20 @@ def entropy_case(dtype, X=1000, D=512, V=32001):
     return by(gpu.linear_cross_entropy), by(xla.linear_cross_entropy), args
 
 
+def lookup_case(dtype, V=1000, D=768, shape=(4, 300)):
+    import jax
+
+    from minitext.kernels.lookup import gpu, xla
+
+    keys = jax.random.split(jax.random.key(0))
+    tokens = jax.random.randint(keys[0], shape, 0, V) ** 2 // V  # low ones are frequent
+
+    def by(lookup):
+        return lambda table: lookup(table, tokens)
+
+    return by(gpu.lookup), by(xla.lookup), [jax.random.normal(keys[1], (V, D), dtype)]
+
+
 def norm_case(dtype, X=1000, D=2048):
     import jax
 
@@ -147,6 +161,7 @@ KERNELS = {
     "attention, heads of 64": (attention_case, {"H": 64}, True),
     "grouped matmul": (grouped_case, {}, True),
     "linear cross-entropy": (entropy_case, {}, True),
+    "lookup": (lookup_case, {}, True),
     "RMSNorm": (norm_case, {}, True),
     "paged attention": (paged_case, {}, False),
     "paged attention, window": (paged_case, {"window": 300}, False),

@@ -7,7 +7,8 @@
 It can't run on a machine without a GPU: it then prints one line and exits with 2. Flash attention is compared with
 cuDNN's, forward and with gradients, at 4 rows of 4,096 tokens with the heads of llama3-8b, and of four texts each; the grouped matmul with
 `jax.lax.ragged_dot`, at the expert shapes of mixtral-8x7b and 8,192 tokens, with uneven groups; the output layer with
-cross-entropy, RMSNorm and paged attention with XLA's programs. All is bfloat16. The sides take turns: a round times
+cross-entropy, RMSNorm, paged attention, and looking up tokens, some of them far more often than others, with XLA's
+programs. All is bfloat16. The sides take turns: a round times
 each of them over a few calls that follow one another without waiting. A ratio is the median over rounds of their time
 over ours, so more than 1 is faster. Results are compared too, because a kernel that is wrong may well be fast.
 """
@@ -30,6 +31,7 @@ GROUPED = {
 }
 ENTROPY = {"X": 8192, "D": 4096, "V": 128256}
 NORM = {"X": 16384, "D": 4096}
+LOOKUP = {"X": 16384, "D": 4096, "V": 128256}
 PAGED = {"B": 64, "N": 32, "K": 8, "S": 64, "X": 128, "H": 128}
 
 
@@ -106,6 +108,24 @@ def norm_sides():
     return args, {"minitext": gpu.rms_norm, "xla": xla.rms_norm}
 
 
+def lookup_sides():
+    """Returns the table, and ours and XLA's lookup in it; the n-th token is about n times as rare as the first."""
+    import jax
+    import numpy as np
+
+    from minitext.kernels.lookup import gpu, xla
+
+    X, D, V = LOOKUP.values()
+    tokens = np.exp(np.random.default_rng(0).uniform(0, np.log(V), X)).astype(np.int32) - 1
+    sides = {"minitext": gpu.lookup, "xla": xla.lookup}
+    args = [jax.random.normal(jax.random.key(0), (V, D), "bfloat16")]
+
+    def by(f):  # behind the barrier, the compiler can't sort the tokens itself
+        return lambda table: f(table, jax.lax.optimization_barrier(jax.numpy.asarray(tokens)))
+
+    return args, {name: by(f) for name, f in sides.items()}
+
+
 def paged_lengths():
     """Tokens of each text, in equal steps up to the most."""
     import numpy as np
@@ -137,7 +157,7 @@ OPERATIONS = {
     "attention": (attention_sides, True),
     "attention of packed rows": (functools.partial(attention_sides, packed=True), True),
     "grouped_matmul": (grouped_sides, True),
-    "linear_cross_entropy": (entropy_sides, True), "rms_norm": (norm_sides, True),
+    "linear_cross_entropy": (entropy_sides, True), "lookup": (lookup_sides, True), "rms_norm": (norm_sides, True),
     "paged_attention": (paged_sides, False),
 }  # fmt: skip
 
@@ -155,6 +175,9 @@ def work(op, gradients):
             return 2 * M * D * F * (3 if gradients else 1), "FLOP"
         case "linear_cross_entropy":
             return 2 * X * E * V * (3 if gradients else 1), "FLOP"
+        case "lookup":  # forward: read and write a row per token; backward: read one, and write the table's gradient
+            X, E, V = LOOKUP.values()
+            return 2 * E * (2 * X + (X + V if gradients else 0)), "B"
         case "rms_norm":  # forward: read and write; backward: read x and the gradient, write one
             return 2 * NORM["X"] * NORM["D"] * (5 if gradients else 2), "B"
     return 2 * 2 * PAGED["K"] * PAGED["H"] * int(paged_lengths().sum()), "B"
@@ -300,7 +323,7 @@ def main():
     figures = {
         "device": jax.devices()[0].device_kind, "cases": cases,
         "shapes": {"attention": ATTENTION, "grouped_matmul": GROUPED, "linear_cross_entropy": ENTROPY,
-                   "rms_norm": NORM, "paged_attention": PAGED},
+                   "lookup": LOOKUP, "rms_norm": NORM, "paged_attention": PAGED},
     }  # fmt: skip
     if args.tiles is not None:
         figures["tiles"] = sweep(args.tiles or TILED)

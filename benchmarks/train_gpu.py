@@ -11,7 +11,8 @@ step, with bfloat16 compute, float32 parameters, AdamW and unrolled layers, by e
 keeps as much as fits: it is tried with nothing recomputed, then with all but matmuls, then with everything, and last
 with one row at a time. One process has the GPU's memory, so cases run one after another, each in its own. MFU is model
 FLOPs (a causal token sees half the keys, nothing recomputed counts) over the data sheet's dense bfloat16 peak in
-`minitext.hardware`; the matmul peak measured in the same process stands beside it.
+`minitext.hardware`; the matmul peak measured in the same process is given with it. As in a run, the steps of a round
+follow one another without waiting for their metrics.
 """
 
 import json
@@ -22,6 +23,7 @@ from common import in_subprocess, matmul_peak, no_gpu, parser, require_gpu, writ
 
 TOKENS = 16_384  # in a step
 WARM_UP = 3
+STEPS = 5  # of a round
 SHAPES = {
     "0.3B": {"layers": 20, "embed": 1024, "heads": 8, "mlp": 2816},
     "1B": {"layers": 18, "embed": 2048, "heads": 16, "mlp": 5632},
@@ -52,8 +54,8 @@ def config(case):
     ])  # fmt: skip
 
 
-def train(cfg, steps):
-    """Times train steps on random tokens; returns the seconds of each, without the warm-up, and the compile time."""
+def train(cfg, rounds):
+    """Times train steps on random tokens; returns each round's seconds a step, and the first step's seconds."""
     import jax
     import numpy as np
 
@@ -72,14 +74,18 @@ def train(cfg, steps):
         for name, x in abstract_batch(cfg, mesh).items()
     }
     train_step, state = make_train_step(cfg, mesh), init_state(cfg, mesh)
-    seconds = []
-    with jax.set_mesh(mesh):
-        for _ in range(1 + WARM_UP + steps):
-            begin = time.perf_counter()
+
+    def timed(steps):
+        nonlocal state
+        begin = time.perf_counter()
+        for _ in range(steps):
             state, metrics = train_step(state, batch)
-            float(metrics["loss"])
-            seconds.append(time.perf_counter() - begin)
-    return seconds[1 + WARM_UP :], seconds[0]
+        float(metrics["loss"])
+        return (time.perf_counter() - begin) / steps
+
+    with jax.set_mesh(mesh):
+        first, _ = timed(1), timed(WARM_UP)
+        return [timed(STEPS) for _ in range(rounds)], first
 
 
 def measure(case):
@@ -93,7 +99,7 @@ def measure(case):
 
     cfg, device = config(case), jax.devices()[0]
     try:
-        seconds, first = train(cfg, case["steps"])
+        seconds, first = train(cfg, case["rounds"])
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -133,7 +139,7 @@ def main():
     cli.add_argument(
         "--remat", choices=("none", "dots", "full"), default="none", help="where to begin"
     )
-    cli.add_argument("--steps", type=int, default=10, help="timed steps of a case (default 10)")
+    cli.add_argument("--rounds", type=int, default=5, help=f"rounds of {STEPS} steps (default 5)")
     args = cli.parse_args()
     require_gpu(__file__)
     if args.case:
@@ -143,7 +149,12 @@ def main():
     for shape in args.shapes[: 1 if args.quick else None]:
         for seq_len in args.seq_lens[: 1 if args.quick else None]:
             for kind in args.attention:
-                case = {"shape": shape, "seq_len": seq_len, "attention": kind, "steps": args.steps}
+                case = {
+                    "shape": shape,
+                    "seq_len": seq_len,
+                    "attention": kind,
+                    "rounds": args.rounds,
+                }
                 found = first_that_fits(case, args.remat)
                 results.append(found or {**case, "out_of_memory": True})
                 name = f"{shape:<5} {seq_len:>5} tokens, {kind:<6}"

@@ -1,6 +1,7 @@
 """Sphinx extension: pages load only what they show.
 
-The theme's script of icons has 2,000 of them, 1.4 MB; pages show about twenty. Templates in `book/_templates` leave out
+The theme's script of icons has 2,000 of them, 1.4 MB, and its style sheet a rule for each; pages show about twenty. The
+script draws the icons of brands, so their font isn't needed. Templates in `book/_templates` leave out
 the search index, which only the search page needs. A picture is loaded when a reader comes near it.
 """
 
@@ -11,8 +12,11 @@ from typing import Any
 from docutils import nodes
 
 SCRIPT = "_static/scripts/fontawesome.js"
+STYLES = "_static/styles/pydata-sphinx-theme.css"
 # One icon: "name":[width, height, [other names], "code point", "path" or paths]
 ICON = re.compile(r'"?([a-z0-9-]+)"?:\[\d+,\d+,\[([^\]]*)\],"[0-9a-f]+",(?:"[^"]*"|\[[^\]]*\])\],?')
+RULE = re.compile(r'(?:\.fa-[a-z0-9-]+:before,?)+\{content:"[^"]*"\}')
+BRANDS = re.compile(r"@font-face\{[^}]*fa-brands[^}]*\}")
 
 
 def icons_of(folder: Path) -> set[str]:
@@ -33,11 +37,24 @@ def without_others(script: str, names: set[str]) -> str:
     return ICON.sub(kept, script)
 
 
+def without_other_rules(styles: str, names: set[str]) -> str:
+    """Returns the theme's style sheet with no icons but those named, and without the font of brands."""
+
+    def kept(rule: re.Match[str]) -> str:
+        return rule[0] if names & {*re.findall(r"\.fa-([a-z0-9-]+)", rule[0])} else ""
+
+    return RULE.sub(kept, BRANDS.sub("", styles))
+
+
 def finish(app: Any, error: Exception | None) -> None:
-    """Shortens the script of a book that was built."""
-    path = Path(app.outdir, SCRIPT)
-    if error is None and app.builder.format == "html" and path.exists():
-        path.write_text(without_others(path.read_text(), icons_of(Path(app.outdir))))
+    """Shortens the script and the style sheet of a book that was built."""
+    if error is not None or app.builder.format != "html":
+        return
+    folder = Path(app.outdir)
+    for name, shorten in ((SCRIPT, without_others), (STYLES, without_other_rules)):
+        path = folder / name
+        if path.exists():
+            path.write_text(shorten(path.read_text(), icons_of(folder)))
 
 
 def load_late(app: Any, doctree: nodes.document, docname: str) -> None:

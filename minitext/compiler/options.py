@@ -72,6 +72,7 @@ RECOMMENDED: dict[str, dict[str, str]] = {
         "xla_sc_disable_megacore_partitioning": "true",
     },
 }  # fmt: skip
+FIXED_ORDER = "xla_gpu_exclude_nondeterministic_ops"
 OF_A_PLATFORM = {"xla_tpu_": "tpu", "xla_sc_": "tpu", "xla_gpu_": "gpu", "xla_cpu_": "cpu"}
 
 
@@ -82,11 +83,16 @@ class Option(NamedTuple):
     value: str
     source: str
 
+    @property
+    def typed(self) -> str | bool:
+        """The value as `jax.jit` takes it: the compilers for CPUs and GPUs want booleans where TPUs' take words."""
+        return {"true": True, "false": False}.get(self.value.lower(), self.value)
+
 
 def chosen(cfg: XLAConfig, mesh: Mesh | AbstractMesh) -> list[Option]:
     """Returns the options of a train step for a mesh's devices, by name; later sources win.
 
-    A GPU's programs would add the gradients of a token's embedding in whatever order its threads finish. There, an
+    A GPU's programs may add numbers in whatever order its threads finish, as in the gradient of a gather. There, an
     option that makes the compiler sort them first is always on. For a GPU that isn't here it can't be: it times matrix
     products.
 
@@ -100,8 +106,7 @@ def chosen(cfg: XLAConfig, mesh: Mesh | AbstractMesh) -> list[Option]:
     platform = "gpu" if device.platform == "cuda" else device.platform
     found: dict[str, Option] = {}
     if platform == "gpu" and device in jax.devices():
-        name = "xla_gpu_exclude_nondeterministic_ops"
-        found[name] = Option(name, "true", "always")
+        found[FIXED_ORDER] = Option(FIXED_ORDER, "true", "always")
     chip = find_chip(device)
     if cfg.recommended and chip is not None:
         of_chip = RECOMMENDED.get(chip.name, {})
@@ -119,7 +124,7 @@ def platform_of(name: str) -> str | None:
 
 def compiler_options(cfg: XLAConfig, mesh: Mesh | AbstractMesh) -> dict[str, Any] | None:
     """Returns `chosen` as `jax.jit` takes them, or None if there are none."""
-    return {option.name: option.value for option in chosen(cfg, mesh)} or None
+    return {option.name: option.typed for option in chosen(cfg, mesh)} or None
 
 
 def refused(options: Sequence[Option], mesh: Mesh) -> Iterator[tuple[Option, str]]:
@@ -129,7 +134,7 @@ def refused(options: Sequence[Option], mesh: Mesh) -> Iterator[tuple[Option, str
     )
     zero = jax.ShapeDtypeStruct((8,), "float32", sharding=place)
     for option in options:
-        one = jax.jit(lambda x: x + 1, compiler_options={option.name: option.value})
+        one = jax.jit(lambda x: x + 1, compiler_options={option.name: option.typed})
         try:
             one.lower(zero).compile()
         except jax.errors.JaxRuntimeError as error:
@@ -145,11 +150,21 @@ def refusals_named() -> Iterator[None]:
     """
     try:
         yield
+    except IndexError as error:  # seen on an H100 with jaxlib 0.11.2
+        if "raw_hash_map" not in str(error):
+            raise
+        raise UserError(
+            "the compiler failed without a reason, as it does at cuDNN's attention in layers that aren't scanned: set "
+            "model.scan_layers=true, model.attention.impl=xla, or "
+            f"xla.options=[{FIXED_ORDER}=false], which gives up bit-equal runs"
+        ) from None
     except jax.errors.JaxRuntimeError as error:
-        found = re.search(r"No such compile option: '(\w+)'|into flag (\w+)", str(error))
+        found = re.search(
+            r"(?:No such compile option: '|into flag |While setting option )(\w+)", str(error)
+        )
         if found is None:
             raise
-        raise UserError(f"xla.options: {_reason(found[1] or found[2], str(error))}") from None
+        raise UserError(f"xla.options: {_reason(found[1], str(error))}") from None
 
 
 def _reason(name: str, error: str) -> str:

@@ -11,6 +11,7 @@ import minitext.kernels.attention
 import minitext.kernels.grouped_matmul
 import minitext.kernels.linear
 import minitext.kernels.linear_cross_entropy
+import minitext.kernels.lookup
 import minitext.kernels.paged_attention
 import minitext.kernels.rms_norm  # noqa: F401
 from minitext.kernels.attention.mask import Mask as Mask
@@ -23,6 +24,7 @@ from minitext.kernels.dispatch import (  # noqa: F401
     grouped_matmul,
     linear,
     linear_cross_entropy,
+    lookup,
     paged_attention,
     rms_norm,
 )  # fmt: skip

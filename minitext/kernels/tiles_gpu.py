@@ -6,13 +6,19 @@ past an array's end are masked.
 Chapters: 19.
 """
 
+import math
+import struct
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax._src.pallas.triton import lowering as triton_lowering  # for `scaled_exp2`'s rule
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
+LOG2_E = math.log2(math.e)  # a GPU computes powers of 2
 MIN_TILE = 16  # the smallest side of a matrix product in Triton
 # Neighbours in the grid run at the same time. In bands this many tiles high, they find each other's tiles in the cache.
 BAND = 8
@@ -86,6 +92,38 @@ def dot(a, b):
     """Multiplies two tiles, summing in float32; float32 tiles aren't rounded to what the matrix units take."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def scaled_exp2(x, scale: float, shift) -> jax.Array:
+    """Returns 2^(scale x + shift) for float32 arrays of one shape, in the two instructions that a GPU has for it.
+
+    From `jnp.exp2(scale * x + shift)` the compiler makes seven: it rounds the product before it adds, and keeps results
+    below 2^-126, which become 0 here.
+    """
+    return _scaled_exp2.bind(x, jnp.broadcast_to(shift, x.shape), scale=float(scale))
+
+
+_scaled_exp2 = Primitive("scaled_exp2")
+_scaled_exp2.def_abstract_eval(lambda x, shift, *, scale: x)
+
+
+def _by_jnp(x, shift, *, scale: float):
+    return jnp.exp2(scale * x + shift)
+
+
+def _by_instructions(x, shift, *, scale: float):
+    number = struct.pack(">f", scale).hex()  # as PTX writes a float32
+    [result] = plgpu.elementwise_inline_asm(
+        f"{{ .reg .f32 y; fma.rn.f32 y, $1, 0f{number}, $2; ex2.approx.ftz.f32 $0, y; }}",
+        args=[x, shift], constraints="=f,f,f", pack=1, result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )  # fmt: skip
+    return result
+
+
+mlir.register_lowering(_scaled_exp2, mlir.lower_fun(_by_jnp, multiple_results=False))
+triton_lowering.register_lowering(_scaled_exp2)(
+    triton_lowering.lower_fun(_by_instructions, multiple_results=False)
+)
 
 
 def whole(x) -> pl.BlockSpec:

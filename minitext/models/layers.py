@@ -217,7 +217,7 @@ class Embedding(nnx.Module):
             x_BTD = self._stored_rows(tokens_BT).astype(dtype)
         else:
             table_VD = self.gathered(dtype)
-            x_BTD = table_VD.at[tokens_BT].get(out_sharding=self.rules.out("batch", "seq", "act"))
+            x_BTD = kernels.lookup(table_VD, tokens_BT, self.rules.out("batch", "seq", "act"))
         return self.rules.shard(x_BTD, "batch", "residual", "act")
 
     def _stored_rows(self, tokens_BT: jax.Array) -> jax.Array:

@@ -82,8 +82,8 @@ def chip_machine(chip: hardware.Chip) -> Machine:
 def count_step(cfg: Config, chip: str | None = None) -> list[Operation]:
     """Counts the operations of a train step, with the kernels that it uses on a chip (None: on this machine).
 
-    Nothing is allocated and no compiler runs, so counting a model of any size takes a second. On a GPU, where `auto`
-    means cuDNN's attention, XLA's is counted: a jaxpr does not show what cuDNN does.
+    Nothing is allocated and no compiler runs, so counting a model of any size takes a second. For a GPU with `auto`,
+    XLA's attention is counted: the programs of our kernel choose what they load while they run.
     """
     row = hardware.CHIPS[chip] if chip else None
     if row and row.platform == "gpu" and cfg.model.attention.impl == "auto":

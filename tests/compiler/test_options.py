@@ -10,6 +10,7 @@ from minitext.compiler import options
 from minitext.compiler.targets import topology_mesh
 from minitext.config.sections import XLAConfig
 from minitext.errors import UserError
+from minitext.sharding.mesh import make_mesh
 from minitext.training.compile import compile_preset, describe
 from tests.compiler.test_aot import needs_libtpu
 
@@ -43,9 +44,7 @@ def test_options_reach_only_the_platform_that_they_name(one_device):
             "xla_llvm_disable_expensive_passes=true",
         )
     )
-    assert options.compiler_options(cfg, one_device) == {
-        "xla_llvm_disable_expensive_passes": "true"
-    }
+    assert options.compiler_options(cfg, one_device) == {"xla_llvm_disable_expensive_passes": True}
 
 
 @needs_libtpu
@@ -98,12 +97,44 @@ def test_a_refused_option_is_one_line(tiny, capsys, monkeypatch):
         assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
-def test_training_names_an_option_that_is_refused(tiny, tmp_path):
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("xla_cpu_none=1", "the compiler has no option xla_cpu_none"),
+        ("xla_cpu_enable_fast_math=maybe", "xla_cpu_enable_fast_math: .*give another value"),
+    ],
+)
+def test_training_names_an_option_that_is_refused(option, said, tiny, tmp_path):
     from minitext.training import run
 
-    cfg = tiny("xla.options=[xla_cpu_none=1]", f"run.dir={tmp_path}", "train.steps=1")
-    with pytest.raises(UserError, match="the compiler has no option xla_cpu_none"):
+    cfg = tiny(f"xla.options=[{option}]", f"run.dir={tmp_path}", "train.steps=1")
+    with pytest.raises(UserError, match=said):
         run.train(cfg)
+
+
+@pytest.mark.parametrize("word", ["true", "false", "True"])
+def test_a_compiler_that_wants_booleans_takes_words(word, tiny):
+    """TPUs' compilers take true and false as words, and those for CPUs and GPUs don't."""
+    cfg, mesh = tiny(f"xla.options=[xla_cpu_enable_fast_math={word}]"), make_mesh()
+    given = options.compiler_options(cfg.xla, mesh)
+    assert jax.jit(lambda x: x + 1, compiler_options=given)(1) == 2
+    assert not list(options.refused(options.chosen(cfg.xla, mesh), mesh))
+
+
+def test_a_failure_at_cudnns_attention_is_one_line():
+    with pytest.raises(UserError, match=r"model\.scan_layers=true"), options.refusals_named():
+        raise IndexError("absl::container_internal::raw_hash_map<>::at")
+    with pytest.raises(IndexError, match="else"), options.refusals_named():
+        raise IndexError("something else")
+
+
+@pytest.mark.gpu_aot
+def test_the_compiler_for_gpus_takes_what_is_always_on(monkeypatch):
+    mesh = topology_mesh("h100:1x1x1")
+    monkeypatch.setattr(jax, "devices", lambda: list(mesh.devices.flat))
+    found = options.chosen(XLAConfig(options=("xla_gpu_triton_gemm_any=true",)), mesh)
+    assert {"always", "xla.options"} == {option.source for option in found}
+    assert not list(options.refused(found, mesh))
 
 
 @needs_libtpu

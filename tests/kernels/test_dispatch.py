@@ -261,10 +261,10 @@ def test_limits_that_hold_all_tokens_leave_the_plain_program():
 
 @pytest.mark.parametrize(
     ("H", "packed", "chosen"),
-    [(128, False, "cudnn"), (128, True, "gpu"), (96, False, "cudnn"), (96, True, "cudnn")],
+    [(128, False, "gpu"), (128, True, "gpu"), (96, False, "cudnn"), (96, True, "cudnn")],
 )
-def test_packed_rows_on_a_gpu_go_to_our_kernel_if_it_takes_them(monkeypatch, H, packed, chosen):
-    """Measured on an H100. What ours doesn't take stays with cuDNN, whose mask is smaller than XLA's scores."""
+def test_a_gpu_attends_by_our_kernel_if_it_can(monkeypatch, H, packed, chosen):
+    """Measured on an H100. What ours doesn't take goes to cuDNN, whose mask is smaller than XLA's scores."""
     monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
     q = jax.ShapeDtypeStruct((2, 64, 4, H), jnp.bfloat16)
     segments = jax.ShapeDtypeStruct((2, 64), jnp.int32) if packed else None

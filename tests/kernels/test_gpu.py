@@ -23,6 +23,7 @@ from minitext.kernels.attention.mask import ALL, NONE, Mask
 from minitext.kernels.grouped_matmul import gpu as grouped
 from minitext.kernels.grouped_matmul import xla as xla_grouped
 from minitext.kernels.linear_cross_entropy import gpu as cross_entropy
+from minitext.kernels.lookup import gpu as lookup
 from minitext.kernels.paged_attention import gpu as paged
 from minitext.kernels.rms_norm import gpu as norm
 from minitext.sharding.mesh import make_mesh
@@ -424,12 +425,13 @@ CASES = {
     "grouped-f32": grouped_case(dtype="float32"),
     "cross-entropy": entropy_case(),
     "cross-entropy-f32": entropy_case(X=1000, V=50257, D=768, dtype="float32"),
+    "lookup": (lookup.lookup, [((32000, 2048), "bfloat16"), ((4, 4096), "int32")]),
     "rms-norm": (norm.rms_norm, [((16384, 4096), "bfloat16"), ((4096,), "float32")]),
     "rms-norm-wide": (norm.rms_norm, [((1000, 14336), "float32"), ((14336,), "float32")]),
     "paged": paged_case(),
 }
 # Kernels in a case's forward and backward pass.
-KERNELS = {"flash": 3, "grouped": 3, "cross": 3, "rms": 2, "paged": 1}
+KERNELS = {"flash": 3, "grouped": 3, "cross": 3, "rms": 2, "paged": 1, "lookup": 1}
 
 
 def compilable(run):
@@ -445,7 +447,9 @@ def traced(case, **place):
     return jax.jit(f).trace(*args)
 
 
-QUICK = ("flash", "flash-variants", "flash-sparse", "grouped", "cross-entropy", "rms-norm", "paged")
+QUICK = (
+    "flash", "flash-variants", "flash-sparse", "grouped", "cross-entropy", "lookup", "rms-norm", "paged"
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", audit_but(QUICK, CASES))

@@ -9,8 +9,6 @@ Chapters: 17.
 import jax
 import jax.numpy as jnp
 
-from minitext.kernels.attention import gpu
-
 HEAD_DIM_STEP, HEAD_DIM_LIMIT = 8, 128
 
 
@@ -31,12 +29,6 @@ def attention(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT=None) -> jax.Array:
     # The compiler can't divide a library call, so each device makes its own on its rows.
     specs = tuple(jax.typeof(x).sharding.spec for x in args)
     return jax.shard_map(local, in_specs=specs, out_specs=specs[0])(*args)
-
-
-def is_slow(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT=None, **_options) -> bool:
-    """Whether another implementation computes this faster: packed rows need a mask here, and our kernel does not."""
-    packed = segment_ids_BT is not None
-    return packed and gpu.supports(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) is None
 
 
 def supports(q_BTNH, _k, v_BTKH, segment_ids_BT=None, **options) -> str | None:

@@ -29,9 +29,8 @@ from minitext.kernels.attention.gpu_blocks import (
 from minitext.kernels.attention.mask import CAUSAL, Mask
 from minitext.kernels.attention.xla import MASKED, NO_SINK
 from minitext.kernels.per_device import attention_reason, on_each_device
-from minitext.kernels.tiles_gpu import MIN_TILE, dot, params, whole
+from minitext.kernels.tiles_gpu import LOG2_E, MIN_TILE, dot, params, scaled_exp2, whole
 
-LOG2_E = math.log2(math.e)  # the GPU computes powers of 2, so logits are kept in base 2
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
@@ -43,7 +42,7 @@ class BlockShapes(NamedTuple):
     dkv: Tile
 
 
-BLOCKS = BlockShapes(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2))
+BLOCKS = BlockShapes(Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2))
 # Float32 takes twice the registers, and the matrix units don't multiply it.
 BLOCKS_F32 = BlockShapes(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2))
 
@@ -104,30 +103,29 @@ def _fitted(shapes: BlockShapes, T: int, mask: Mask) -> BlockShapes:
 
 
 def _logits(x, y, seen, plan: Plan):
-    """Returns the logits x y^T in base 2, and the softcap's derivative there, or None."""
-    products, scale = dot(x, y.T), 1 / math.sqrt(x.shape[1])
-    if plan.softcap is None:
-        logits, slope = products * (scale * LOG2_E), None
-    else:
-        bounded = jnp.tanh(products * (scale / plan.softcap))
-        logits, slope = bounded * (plan.softcap * LOG2_E), 1 - bounded * bounded
-    return logits if seen is None else jnp.where(seen, logits, MASKED), slope
+    """Returns the logits x y^T in a unit of their own, that unit in base 2, and the softcap's derivative, or None."""
+    logits, scale, slope = dot(x, y.T), 1 / math.sqrt(x.shape[1]), None
+    unit = scale * LOG2_E
+    if plan.softcap is not None:
+        logits, unit = jnp.tanh(logits * (scale / plan.softcap)), plan.softcap * LOG2_E
+        slope = 1 - logits * logits
+    return logits if seen is None else jnp.where(seen, logits, MASKED / unit), unit, slope
 
 
-def _weights(x, y, products, lse, delta, seen, plan: Plan):
+def _weights(x, y, products, shift, delta, seen, plan: Plan):
     """Returns softmax's weights, recomputed, and the gradient of the logits before the softcap.
 
     Args:
       x: queries, or keys.
       y: keys, or queries.
       products: of the output's gradients and the values, in the same order as x and y.
-      lse: log-sum-exps of the queries, broadcast along keys.
+      shift: negative log-sum-exps of the queries in base 2, broadcast along keys.
       delta: products of the queries' outputs and their gradients, likewise.
       seen: what `visible` returns.
       plan: the kernel's plan.
     """
-    logits, slope = _logits(x, y, seen, plan)
-    weights = jnp.exp2(logits - lse)
+    logits, unit, slope = _logits(x, y, seen, plan)
+    weights = scaled_exp2(logits, unit, shift)
     grad_logits = weights * (products - delta)
     return weights, grad_logits if slope is None else grad_logits * slope
 
@@ -158,9 +156,9 @@ def _forward_kernel(q_ref, k_ref, v_ref, segments_ref, sinks_ref, table, out_ref
         )
         s, s_segments = _places(j, tile.k, 1), _along(s_segments, 1)
         seen = visible(t, s, T, plan.mask, masked, t_segments, s_segments)
-        logits, _ = _logits(q, k, seen, plan)
-        higher = jnp.maximum(most, jnp.max(logits, axis=1))
-        weights = jnp.exp2(logits - _along(higher, 0))
+        logits, unit, _ = _logits(q, k, seen, plan)
+        higher = jnp.maximum(most, jnp.max(logits, axis=1) * unit)
+        weights = scaled_exp2(logits, unit, -_along(higher, 0))
         shrink = jnp.exp2(most - higher)
         out = out * _along(shrink, 0) + dot(weights.astype(v.dtype), v)
         return out, higher, total * shrink + jnp.sum(weights, axis=1)
@@ -170,19 +168,19 @@ def _forward_kernel(q_ref, k_ref, v_ref, segments_ref, sinks_ref, table, out_ref
     most, total = jnp.full(tile.q, sink), jnp.ones(tile.q, jnp.float32)
     walk = keys_of(i, tile, T, plan.mask, table)
     out, most, total = walk.run(visit, (jnp.zeros((tile.q, H), jnp.float32), most, total))
-    store_rows(out_ref, i, out / _along(total, 0), T)
+    store_rows(out_ref, i, out * _along(1 / total, 0), T)
     store_rows(lse_ref, i, most + jnp.log2(total), T)
 
 
 def _dq_kernel(
-    q_ref, k_ref, v_ref, segments_ref, grad_ref, lse_ref, delta_ref, table, dq_ref, *, plan
+    q_ref, k_ref, v_ref, segments_ref, grad_ref, shift_ref, delta_ref, table, dq_ref, *, plan
 ):
     """Computes the gradient of a block of queries."""
     tile, (T, H) = plan.shapes.dq, k_ref.shape
     i = pl.num_programs(0) - 1 - pl.program_id(0)
     q, grad = (load_rows(ref, i, tile.q, T) for ref in (q_ref, grad_ref))
-    lse, delta, t_segments = (
-        _along(load_rows(ref, i, tile.q, T), 0) for ref in (lse_ref, delta_ref, segments_ref)
+    shift, delta, t_segments = (
+        _along(load_rows(ref, i, tile.q, T), 0) for ref in (shift_ref, delta_ref, segments_ref)
     )
     t = _places(i, tile.q, 0)
 
@@ -192,7 +190,7 @@ def _dq_kernel(
         )
         s, s_segments = _places(j, tile.k, 1), _along(s_segments, 1)
         seen = visible(t, s, T, plan.mask, masked, t_segments, s_segments)
-        _, grad_logits = _weights(q, k, dot(grad, v.T), lse, delta, seen, plan)
+        _, grad_logits = _weights(q, k, dot(grad, v.T), shift, delta, seen, plan)
         return dq + dot(grad_logits.astype(k.dtype), k)
 
     walk = keys_of(i, tile, T, plan.mask, table)
@@ -201,7 +199,18 @@ def _dq_kernel(
 
 
 def _dkv_kernel(
-    q_ref, k_ref, v_ref, segments_ref, grad_ref, lse_ref, delta_ref, table, dk_ref, dv_ref, *, plan
+    q_ref,
+    k_ref,
+    v_ref,
+    segments_ref,
+    grad_ref,
+    shift_ref,
+    delta_ref,
+    table,
+    dk_ref,
+    dv_ref,
+    *,
+    plan,
 ):
     """Computes the gradients of a block of keys and values, summed over the query heads that share them.
 
@@ -216,14 +225,14 @@ def _dkv_kernel(
     def head(g, carry):
         def visit(i, carry, masked):
             dk, dv = carry
-            q, grad, lse, delta = (
+            q, grad, shift, delta = (
                 load_rows(ref, i, tile.q, T, masked, g)
-                for ref in (q_ref, grad_ref, lse_ref, delta_ref)
+                for ref in (q_ref, grad_ref, shift_ref, delta_ref)
             )
             t_segments = _along(load_rows(segments_ref, i, tile.q, T, masked), 1)
-            t, lse, delta = _places(i, tile.q, 1), _along(lse, 1), _along(delta, 1)
+            t, shift, delta = _places(i, tile.q, 1), _along(shift, 1), _along(delta, 1)
             seen = visible(t, s, T, plan.mask, masked, t_segments, s_segments)
-            weights, grad_logits = _weights(k, q, dot(v, grad.T), lse, delta, seen, plan)
+            weights, grad_logits = _weights(k, q, dot(v, grad.T), shift, delta, seen, plan)
             dv = dv + dot(weights.astype(grad.dtype), grad)
             return dk + dot(grad_logits.astype(q.dtype), q), dv
 
@@ -269,7 +278,7 @@ def _flash_backward(plan: Plan, residuals, grad_BTNH):
     delta_BNT = jnp.einsum(
         "BTNH,BTNH->BNT", grad_BTNH.astype(jnp.float32), out_BTNH.astype(jnp.float32)
     )
-    args = q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, grad_BTNH, lse_BNT, delta_BNT
+    args = q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, grad_BTNH, -lse_BNT, delta_BNT
     dsinks_N = None
     if sinks_N is not None:
         weights_BNT = jnp.exp2(sinks_N.astype(jnp.float32)[:, None] * LOG2_E - lse_BNT)

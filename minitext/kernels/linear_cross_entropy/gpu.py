@@ -18,7 +18,18 @@ from jax.experimental import pallas as pl
 from minitext.kernels.attention.xla import MASKED
 from minitext.kernels.linear_cross_entropy import operands
 from minitext.kernels.per_device import on_each_device, split
-from minitext.kernels.tiles_gpu import Tile, call, dot, fitted, load, place, side, store
+from minitext.kernels.tiles_gpu import (
+    LOG2_E,
+    Tile,
+    call,
+    dot,
+    fitted,
+    load,
+    place,
+    scaled_exp2,
+    side,
+    store,
+)
 
 
 class Blocks(NamedTuple):
@@ -119,7 +130,7 @@ def _forward_kernel(x_ref, w_ref, targets_ref, normalizers_ref, found_ref, *, ti
     if column.end is not None:
         logits = jnp.where(ids < column.end, logits, MASKED)
     most = jnp.max(logits, axis=1)
-    total = jnp.sum(jnp.exp(logits - jnp.expand_dims(most, 1)), axis=1)
+    total = jnp.sum(scaled_exp2(logits, LOG2_E, -jnp.expand_dims(most * LOG2_E, 1)), axis=1)
     store(normalizers_ref, (y,), most + jnp.log(total), row)
 
 
@@ -133,7 +144,8 @@ def _backward_kernel(
         for ref in (targets_ref, normalizer_ref, both_ref, loss_ref)
     )
     ids = column.start + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    grad = jnp.exp(logits - normalizer) * both - jnp.where(ids == targets, loss, 0.0)
+    weights = scaled_exp2(logits, LOG2_E, -normalizer * LOG2_E)
+    grad = weights * both - jnp.where(ids == targets, loss, 0.0)
     store(grad_ref, (), grad, row, column)
 
 

@@ -19,9 +19,7 @@ from minitext.kernels.attention.mask import CAUSAL, Mask
 from minitext.kernels.attention.xla import MASKED, NO_SINK
 from minitext.kernels.paged_attention import operands
 from minitext.kernels.per_device import on_each_device
-from minitext.kernels.tiles_gpu import MIN_TILE, Side, dot, load, params, store
-
-LOG2_E = math.log2(math.e)
+from minitext.kernels.tiles_gpu import LOG2_E, MIN_TILE, Side, dot, load, params, store
 
 
 class Blocks(NamedTuple):
