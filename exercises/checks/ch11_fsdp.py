@@ -516,7 +516,8 @@ devices.
         "For all three weights, cast first and then reshard; the tokens stay on their devices. That fixes the forward "
         "pass. For the backward pass, look at the four versions of section 3.",
         "Put the whole layer into a function under `jax.checkpoint`: its backward pass runs it again, gathers "
-        "included. Or write a `custom_vjp` that keeps x and the parts. Using both gathers three times here.",
+        "included. Or write a `custom_vjp` that keeps x and the parts. If you do both, each "
+        "weight is gathered three times.",
     ),
     seconds=90.0,
 )

@@ -633,7 +633,7 @@ segment_ids = Exercise(
     forbid=("jax.nn.softmax", "jax.numpy.repeat", "jax.nn.dot_product_attention"),
     statement="""
 Write `packed_flash(q_NTH, k_KTH, v_KTH, segments_T, block=128)`, the forward kernel for a packed row. Begin with
-the kernel `causal_by_hand_kernel` of this chapter and add the first two points.
+the kernel `causal_by_hand_kernel` of this chapter and add what the first two points below ask for.
 
 - A token sees only itself and earlier tokens of its own segment.
 - Segment ids never fall from one token to the next. So a block's *first* query sees farthest back, and no query of the

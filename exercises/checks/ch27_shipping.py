@@ -1422,7 +1422,7 @@ runs the stages that must be run, in a valid order, and returns their names in t
         "Just before a stage, take the digests of its reads and writes and compare them with the entry. After it, the "
         "entry has the digests of the reads from before, and those of the writes from after.",
         "`while left:` take the first stage that reads nothing the others in `left` write. Call `save` right after "
-        "`run(name)` returned, before you go on to the next.",
+        "`run(name)` returns, before you go on to the next.",
     ),
 )
 
