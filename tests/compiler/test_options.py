@@ -8,6 +8,7 @@ import pytest
 from minitext.cli import main
 from minitext.compiler import options
 from minitext.compiler.targets import topology_mesh
+from minitext.config.config import load_config, presets
 from minitext.config.sections import XLAConfig
 from minitext.errors import UserError
 from minitext.sharding.mesh import make_mesh
@@ -64,6 +65,19 @@ def test_the_compiler_takes_what_is_recommended(chip):
     mesh = topology_mesh(f"{chip}:{'1x1' if chip == 'v6e' else '1x1x1'}")
     found = options.chosen(XLAConfig(recommended=True), mesh)
     assert len(found) == len(options.RECOMMENDED[chip]) and not list(options.refused(found, mesh))
+
+
+@needs_libtpu
+@pytest.mark.audit
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("chip", options.RECOMMENDED)
+@pytest.mark.parametrize("preset", presets())
+def test_every_preset_compiles_with_what_is_recommended(preset, chip):
+    """On 256 chips, whether or not they have the memory for it: no option is refused, and no kernel by its options."""
+    target = f"{chip}:{'16x16' if chip == 'v6e' else '8x8x4'}"
+    cfg = load_config(preset, ["mesh.fsdp=256", "train.global_batch=256"])
+    assert cfg.xla.recommended
+    assert compile_preset(cfg, target).devices == 256
 
 
 @needs_libtpu
