@@ -31,7 +31,7 @@ as its different words, each a list of ids, with the number of times that each w
         "Write two loops, one after the other: the first counts over all words, the second replaces in "
         "all words. What does `zip(word, word[1:])` give for a word of 0, 1 and 3 ids?",
         "Count into a dict from tuples to ints. `min(pairs, key=lambda pair: (-pairs[pair], pair))` "
-        "settles ties. In the second loop, use an index `i` that goes on by 2 after a replacement and by "
+        "settles ties. In the second loop, use an index `i` that moves on by 2 after a replacement and by "
         "1 otherwise.",
         "`while i < len(word): if tuple(word[i:i + 2]) == best: new.append(new_id); i += 2`, "
         "`else: new.append(word[i]); i += 1`, into a fresh list for each word. Return "
@@ -711,7 +711,7 @@ Global batch $k$ is rows $kB \\ldots (k + 1)B - 1$ of the data, however many pro
     hints=(
         "Forget k and total first: which *slots* 0 ... B - 1 of a batch does a process take? Write them "
         "down for B = 7 and 3 processes.",
-        "`share, more = divmod(B, count)`. The processes before process p have p shares together, and one "
+        "`share, more = divmod(B, count)`. The processes before process p have p shares in all, and one "
         "more row for each of them that is below `more`: `min(p, more)` rows.",
         "`first = process * share + min(process, more)`, `last = first + share + (process < more)`, "
         "`rows = k * B + np.arange(first, last)`, and `np.where(rows < total, rows, -1)`.",
