@@ -145,8 +145,8 @@ def _by_slice(got: np.ndarray, want: np.ndarray) -> Iterator[str]:
         w = np.moveaxis(want, axis, 0).reshape(want.shape[axis], -1)
         if w.shape[0] < 2 or w.shape[1] < 3 or not all(map(_varied, w)):
             continue
-        solid = np.abs(w) > 1e-3 * _largest(want)
-        factor = np.nanmedian(np.where(solid, g / w, np.nan), axis=1, keepdims=True)
+        largest = np.abs(w).argmax(axis=1)[:, None]
+        factor = np.take_along_axis(g, largest, 1) / np.take_along_axis(w, largest, 1)
         others = np.all(np.isfinite(factor)) and np.all(np.abs(factor - 1) > NEAR)
         if others and factor.all() and _alike(g, factor * w):
             shown = " ".join(f"{x:.4g}" for x in factor[:SHOWN, 0])
@@ -233,6 +233,8 @@ def _times(ratio: float) -> str:
 
 def _fraction(ratio: float) -> str:
     """A factor in words if it's simple, or a fraction of small numbers; or else ""."""
+    if abs(ratio - 1) < NEAR:
+        return ""
     for denominator in range(2, 13):
         numerator = round(ratio * denominator)
         if 1 < numerator < 13 and abs(ratio * denominator / numerator - 1) < NEAR:
