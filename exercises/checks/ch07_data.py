@@ -1625,7 +1625,7 @@ def slot_told(weights, i, got, want):
         return (
             f"; before row {i} part {want[0]} has given {want[1]} rows, so its row {want[1]} comes"
         )
-    rounds, slot = divmod(i, W := sum(weights))
+    slot = i % (W := sum(weights))
     before = [part for part, _ in timetable(weights, slot + 1)[:slot]]
 
     def times(part):
@@ -1697,12 +1697,6 @@ def _(fn, t):
     for weights in ([3, 1], draw_weights(t.rng, 5)):
         first = 10**18 + int(t.rng.integers(0, 10**9))
         same_mixture(t, fn, weights, range(first, first + 12), "far away")
-
-
-@mixture.mutant("You round W / w before you multiply. Multiply first, then divide: j W // w.")
-def rounds_the_share_first(weights, i):
-    W = sum(weights)
-    return by_table(weights, i, may=lambda taken, w, n: taken * (W // w) <= n)
 
 
 @mixture.mutant(
