@@ -5,6 +5,7 @@ that of tests/test_structure.py; the figures are those of the newest records of 
 """
 
 import ast
+import functools
 import itertools
 import json
 import re
@@ -46,6 +47,7 @@ def order() -> tuple[str, ...]:
     raise SystemExit("tests/test_structure.py has no ROOMS")
 
 
+@functools.cache
 def rooms() -> dict[str, Room]:
     """Every room with its files, from the top down."""
     found = {name: Room(name) for name in order()}

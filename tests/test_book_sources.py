@@ -252,6 +252,18 @@ def test_the_page_of_limits_has_the_errors_of_the_newest_record(monkeypatch):
     assert "_generated/prediction_errors.md" in page and "third" not in page
 
 
+def test_the_gains_beside_the_compiler_s_options_are_those_of_the_newest_record(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "book"))
+    measured = importlib.import_module("measured")
+    record = measured.newest(measured.RESULTS)["step_time"][-1]
+    text = (ROOT / "minitext" / "compiler" / "options.py").read_text(encoding="utf-8")
+    comment = text.replace("\n# ", " ")
+    assert f"step_time-{record['date']}.json" in comment
+    for run in record["runs"].values():
+        gain = f"{run['without_options']['seconds']:.2f} and {run['predicted']['seconds']:.2f}"
+        assert gain in comment, gain
+
+
 def test_the_index_says_how_many_lines_there_are(generate):
     text = generate.size()
     count = int(re.search(r"([\d,]+) lines", text)[1].replace(",", ""))

@@ -42,10 +42,16 @@ def room(name: str) -> str:
     )
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imports(path: Path) -> set[str]:
     """Full names of everything a file imports, wherever in the file it does so."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -127,7 +133,7 @@ def test_only_book_and_figures_know_ipython_and_matplotlib():
 
 def test_functions_stay_readable():
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef):
                 doc = ast.get_docstring(node, clean=False)
                 lines = node.end_lineno - node.lineno - (doc.count("\n") + 1 if doc else 0)
@@ -408,7 +414,7 @@ def test_pinned_versions_name_no_index():
 
 def chapters_of(path: Path) -> set[int]:
     """The chapters that a module's docstring names (Chapters: 4, 6.); a line that can't be read is an error."""
-    doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+    doc = ast.get_docstring(parsed(path)) or ""
     assert doc, f"{path.name} has no docstring"
     line = re.search(r"^Chapters: (.*)\.$", doc, re.M)
     return {int(number) for number in line[1].split(",")} if line else set()
@@ -454,7 +460,7 @@ def test_every_notebook_has_its_pair():
 def public_names() -> set[str]:
     names = set()
     for path in SOURCES:
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 names.add(node.name)
     return names

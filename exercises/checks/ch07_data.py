@@ -31,7 +31,7 @@ as its different words, each a list of ids, with the number of times that each w
         "Write two loops, one after the other: the first counts over all words, the second replaces in "
         "all words. What does `zip(word, word[1:])` give for a word of 0, 1 and 3 ids?",
         "Count into a dict from tuples to ints. `min(pairs, key=lambda pair: (-pairs[pair], pair))` "
-        "settles ties. In the second loop, use an index `i` that goes on by 2 after a replacement and by "
+        "settles ties. In the second loop, use an index `i` that moves on by 2 after a replacement and by "
         "1 otherwise.",
         "`while i < len(word): if tuple(word[i:i + 2]) == best: new.append(new_id); i += 2`, "
         "`else: new.append(word[i]); i += 1`, into a fresh list for each word. Return "
@@ -175,6 +175,12 @@ def _(fn, t):
         t.equal([list(word) for word in found], words, why="the words")
 
 
+@bpe_merge.check("a pair that occurs once")
+def _(fn, t):
+    a, b = (int(x) for x in t.rng.permutation(20)[:2])
+    same_merge(t, fn, [[a, b], [a]], [1, 3], "a single pair, once")
+
+
 @bpe_merge.check("twenty merges, one after the other")
 def _(fn, t):
     words, counts = words_and_counts(t.rng, ids=3, words=30, longest=25)
@@ -298,6 +304,61 @@ wrong_merge(
     "You cut a word into pairs from its beginning, so only every second pair of neighbours is counted.",
     seen=lambda pairs: pairs[::2],
 )
+wrong_merge(
+    "without_the_last_pair",
+    "You don't count the last pair of a word. A word of n ids has n - 1 pairs.",
+    seen=lambda pairs: pairs[:-1],
+)
+wrong_merge(
+    "pairs_without_order",
+    "You count `a b` and `b a` as the same pair. A pair has an order.",
+    seen=lambda pairs: [tuple(sorted(pair)) for pair in pairs],
+)
+
+
+@bpe_merge.mutant(
+    "A pair gets the count of the last word that has it. Add the counts of all words that have it."
+)
+def last_count_alone(words, counts, new_id):
+    pairs = {}
+    for word, count in zip(words, counts, strict=True):
+        pairs.update(dict.fromkeys(itertools.pairwise(word), count))
+    if not pairs:
+        return right_merge(words, counts, new_id)
+    best = min(pairs, key=lambda pair: (-pairs[pair], pair))
+    pair, found = right_merge([list(best), *words], [10**30, *counts], new_id)
+    return pair, found[1:]
+
+
+@bpe_merge.mutant(
+    "You replace in text: the digits of `1 2` are also in `11 2`. Compare ids, one with one."
+)
+def replaces_in_text(words, counts, new_id):
+    pair, _ = right_merge(words, counts, new_id)
+    if pair is None:
+        return right_merge(words, counts, new_id)
+    old = "{} {}".format(*pair)
+    texts = [" ".join(map(str, word)).replace(old, str(new_id)) for word in words]
+    return pair, [[int(id) for id in text.split()] for text in texts]
+
+
+@bpe_merge.mutant(
+    "You leave pairs that occur only once. The most frequent pair is merged, however rare it is."
+)
+def not_if_once(words, counts, new_id):
+    pair, found = right_merge(words, counts, new_id)
+    occurs = sum(
+        n * list(itertools.pairwise(w)).count(pair) for w, n in zip(words, counts, strict=True)
+    )
+    return (pair, found) if occurs > 1 else (None, [list(word) for word in words])
+
+
+@bpe_merge.mutant("Words without ids are missing from your result. It has a word for each word.")
+def empty_words_dropped(words, counts, new_id):
+    pair, found = right_merge(words, counts, new_id)
+    return pair, [word for word in found if word]
+
+
 wrong_merge(
     "rarest",
     "You take the rarest pair. The most frequent wins.",
@@ -430,7 +491,28 @@ def same_rows(t, fn, documents, rows, T, eod, why):
     dtypes = {name: str(np.asarray(got[name]).dtype) for name in NAMES}
     t.equal(dtypes, {name: str(want[name].dtype) for name in NAMES}, why="dtypes")
     for name in NAMES:  # under its name, so that a mistake in one is not taken for one in another
-        t.close({name: got[name]}, {name: want[name]}, rtol=0, atol=0, why=why)
+        told = slot_of_stream(np.asarray(got[name]), want, name, eod)
+        t.close({name: got[name]}, {name: want[name]}, rtol=0, atol=0, why=why + told)
+
+
+def slot_of_stream(got, want, name, eod):
+    """What the first slot is in which an array is wrong."""
+    if got.shape != want[name].shape or (got == want[name]).all():
+        return ""
+    row, slot = (int(i) for i in np.argwhere(got != want[name])[0])
+    told = f"; the first slot that is off, [{row}, {slot}], "
+    if want["segment_ids"][row, slot] == 0:
+        return told + "is padding: its target would be past the end of the stream"
+    if want["tokens"][row, slot] == eod:
+        return told + "has an end of document as its input"
+    if want["targets"][row, slot] == eod:
+        return told + "has an end of document as its target"
+    if slot == 0:
+        within = row and want["tokens"][row - 1, -1] != eod
+        return told + ("begins a row within a document" if within else "begins a row")
+    if want["tokens"][row, slot - 1] == eod:
+        return told + "follows an end of document"
+    return told + "is within a document"
 
 
 def draw_documents(rng, count, longest, eod):
@@ -711,7 +793,7 @@ Global batch $k$ is rows $kB \\ldots (k + 1)B - 1$ of the data, however many pro
     hints=(
         "Forget k and total first: which *slots* 0 ... B - 1 of a batch does a process take? Write them "
         "down for B = 7 and 3 processes.",
-        "`share, more = divmod(B, count)`. The processes before process p have p shares together, and one "
+        "`share, more = divmod(B, count)`. The processes before process p have p shares in all, and one "
         "more row for each of them that is below `more`: `min(p, more)` rows.",
         "`first = process * share + min(process, more)`, `last = first + share + (process < more)`, "
         "`rows = k * B + np.arange(first, last)`, and `np.where(rows < total, rows, -1)`.",
@@ -753,6 +835,16 @@ def same_shards(t, fn, k, B, count, total, why):
     got = {process: fn(k, B, process, count, total) for process in range(count)}
     want = {process: right_shard(k, B, process, count, total) for process in range(count)}
     where = f"by process, of {count}, batch {k} of {B} rows, {why}"
+    sizes = [[np.size(x[process]) for process in range(count)] for x in (got, want)]
+    first = [next((int(r) for r in np.ravel(x[0])[:1]), -1) for x in (got, want)]
+    if sizes[0] != sizes[1] and count <= 8:
+        where += "; your processes take {} rows, the right ones {}".format(*sizes)
+    elif first[0] != first[1]:
+        where += f"; the batch begins with row {first[1]}, yours with {first[0]}"
+    elif sizes[0] == sizes[1] and count > 1:
+        off = next((p for p in range(count) if not np.array_equal(got[p], want[p])), 0)
+        where += f"; the processes before process {off} take {sum(sizes[1][:off])} rows"
+        where += ", and the data ends in its piece" * bool(np.any(want[off] < 0))
     for process, rows in got.items():
         right = want[process]
         if B <= 12 and np.shape(rows) != right.shape:
@@ -798,7 +890,14 @@ def _(fn, t):
             for row in np.asarray(fn(k, B, process, count, total)).tolist()
             if row >= 0
         ]
-        t.close(got, np.arange(total), rtol=0, atol=0, why=f"all rows in order, {count} processes")
+        why = f"all rows in order, {count} processes, batches of {B}, {total} rows in all"
+        found = {
+            "no process reads row {}": sorted(set(range(total)) - set(got)),
+            "row {} is read, which the data hasn't": sorted(set(got) - set(range(total))),
+            "row {} is read twice": sorted(row for row in set(got) if got.count(row) > 1),
+        }
+        why += "".join(f"; {text.format(rows[0])}" for text, rows in found.items() if rows)
+        t.close(got, np.arange(total), rtol=0, atol=0, why=why)
 
 
 @process_shard.check("the end of the data")
@@ -1032,15 +1131,67 @@ def right_rows(rows, seed, first, count):
     return np.array(take(it, count))
 
 
-def carried(it):
-    return json.loads(json.dumps(it.get_state()))
+def carried(t, it):
+    state = it.get_state()
+    t.true(state is not None, why="get_state() returns None, so nothing is left for another object")
+    return json.loads(json.dumps(state))
+
+
+def orders_of(rows, seed, e):
+    """Orders that an epoch has by mistake, with what to say."""
+    before, one = np.arange(rows), np.random.default_rng([seed, 0])
+    for epoch in range(e + 1):
+        np.random.default_rng([seed, epoch]).shuffle(before)
+        drawn = one.permutation(rows)
+    old = np.random.RandomState((seed + e) % 2**32).permutation(rows)
+    return {
+        "which shuffles the order of the epoch before: begin with 0, 1, 2, ... each time": before,
+        "which one generator draws after the epoch before: make a new one for each epoch": drawn,
+        "which is from NumPy's old generator": old,
+        "which is 0, 1, 2, ...: shuffle it": np.arange(rows),
+    }
+
+
+def rows_told(got, rows, seed, first):
+    """What the first wrong row of some has in common with the right ones."""
+    want = right_rows(rows, seed, first, len(got))
+    if len(want) != len(got) or (want == np.array(got)).all():
+        return ""
+    strange = next((row for row in got if row not in range(rows)), None)
+    if strange is not None:
+        return f"; {strange} is none of the rows 0 ... {rows - 1}"
+    off = int(np.flatnonzero(want != np.array(got))[0])
+    epoch, index = divmod(first + off, rows)
+    begins = off - index
+    some, told = got[off : off + 6], f"; the first wrong one is index {index} of epoch {epoch}"
+    long = right_rows(rows, seed, 0, first + 4 * rows).tolist()
+    found = [i for i in range(len(long)) if long[i : i + len(some)] == some and len(some) > 3]
+    if found:
+        at = min(found, key=lambda i: abs(i - first - off))
+        return f"{told}, where you give what belongs to index {at % rows} of epoch {at // rows}"
+    whole = got[begins : begins + rows]
+    if begins < 0 or len(whole) < rows:
+        return told
+    twice = next((row for row in whole if whole.count(row) > 1), None)
+    if twice is not None:
+        return f"{told}; this epoch of yours has row {twice} twice, and another row not at all"
+    order = "another order than that of its generator"
+    for text, wrong in orders_of(rows, seed, epoch).items():
+        if wrong.tolist() == whole:
+            order = f"an order {text}"
+    return f"{told}; this epoch of yours has every row once, in {order}"
+
+
+def rows_from(t, got, rows, seed, first, why):
+    why += rows_told(got, rows, seed, first)
+    t.close(got, right_rows(rows, seed, first, len(got)), atol=0, why=why)
 
 
 @resume.check("one epoch")
 def _(fn, t):
     rows, seed = int(t.rng.integers(20, 60)), int(t.rng.integers(1, 1000))
     got = take(iter(fn(rows, seed)), rows)
-    t.close(got, right_rows(rows, seed, 0, rows), atol=0, why=f"{rows} rows, seed {seed}")
+    rows_from(t, got, rows, seed, 0, f"{rows} rows, seed {seed}")
     kinds = sorted({type(row).__name__ for row in got})
     t.equal(kinds, ["int"], why="the types of the row numbers")
 
@@ -1049,22 +1200,21 @@ def _(fn, t):
 def _(fn, t):
     for rows in (int(t.rng.integers(20, 60)), 2, 1):
         seed = int(t.rng.integers(1, 1000))
-        got = take(fn(rows, seed), 4 * rows)
-        t.close(got, right_rows(rows, seed, 0, 4 * rows), atol=0, why=f"four epochs of {rows} rows")
+        rows_from(t, take(fn(rows, seed), 4 * rows), rows, seed, 0, f"four epochs of {rows} rows")
 
 
 @resume.check("resumed in another object")
 def _(fn, t):
     rows, seed = int(t.rng.integers(20, 40)), int(t.rng.integers(1, 1000))
-    for taken in (rows + 5, 0, 1, rows // 2, rows - 1, rows, rows + 1, 3 * rows):
+    for taken in (1, rows // 2, rows - 1, 0, rows, rows + 1, rows + 5, 3 * rows):
         running = fn(rows, seed)
         take(running, taken)
-        state = carried(running)
+        state = carried(t, running)
         resumed = fn(rows, seed)
         resumed.set_state(state)
-        want = right_rows(rows, seed, taken, 2 * rows)
-        t.close(take(resumed, 2 * rows), want, atol=0, why=f"resumed after {taken} of {rows} rows")
-        t.close(take(running, 5), want[:5], atol=0, why="the first iterator, going on")
+        got = take(resumed, 2 * rows)
+        rows_from(t, got, rows, seed, taken, f"resumed after {taken} of {rows} rows")
+        rows_from(t, take(running, 5), rows, seed, taken, "the first iterator, going on")
 
 
 @resume.check("forwards and back in one object")
@@ -1072,12 +1222,13 @@ def _(fn, t):
     rows, seed = int(t.rng.integers(20, 40)), int(t.rng.integers(1, 1000))
     it, states = fn(rows, seed), {}
     for at in range(3 * rows):
-        states[at] = carried(it)
+        states[at] = carried(t, it)
         next(it)
+    before = f"row {3 * rows - 1}"
     for at in t.rng.permutation(3 * rows)[:9].tolist():
         it.set_state(states[at])
-        want = right_rows(rows, seed, at, rows)
-        t.close(take(it, rows), want, atol=0, why=f"went to row {at}")
+        rows_from(t, take(it, rows), rows, seed, at, f"after {before} it went to row {at}")
+        before = f"row {at + rows - 1}"
 
 
 @resume.check("a state handed out does not change")
@@ -1122,7 +1273,7 @@ def _(fn, t):
     taken = 7 * rows + int(t.rng.integers(2, rows - 2))
     running = fn(rows, seed)
     take(running, taken)
-    state, resumed = carried(running), fn(rows, seed)
+    state, resumed = carried(t, running), fn(rows, seed)
     with generators() as drawn:
         resumed.set_state(state)
         row = next(resumed)
@@ -1463,7 +1614,31 @@ def same_mixture(t, fn, weights, rows, why):
     if got != want:
         parts = [" ".join(str(part) for part, _ in found[:16]) for found in (got, want)]
         turns = f"; your parts begin {parts[0]}, the right ones {parts[1]}"
+        off = next(n for n, (g, w) in enumerate(zip(got, want, strict=True)) if g != w)
+        turns += slot_told(weights, rows[off], got[off], want[off])
     t.equal(got, want, why=f"weights {weights}, {why}{turns}")
+
+
+def slot_told(weights, i, got, want):
+    """What the rule says of a row that is wrong."""
+    if got[0] == want[0]:
+        return (
+            f"; before row {i} part {want[0]} has given {want[1]} rows, so its row {want[1]} comes"
+        )
+    slot = i % (W := sum(weights))
+    before = [part for part, _ in timetable(weights, slot + 1)[:slot]]
+
+    def times(part):
+        taken = before.count(part)
+        return taken * W // weights[part], -(-(taken + 1) * W // weights[part])
+
+    if got[0] not in range(len(weights)):
+        return f"; there is no part {got[0]}"
+    (may, due), (_, right) = times(got[0]), times(want[0])
+    told = f"; slot {slot} goes to part {want[0]}, whose deadline is {right}, not to part {got[0]}"
+    if may > slot:
+        return f"{told}, whose next row may come from slot {may} on"
+    return f"{told}, whose deadline is {due}" + ", because of the lower number" * (due == right)
 
 
 def draw_weights(rng, parts, largest=9):

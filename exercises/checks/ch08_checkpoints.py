@@ -1465,9 +1465,39 @@ def compare_interval(fn, t, stall, step_seconds, devices, hours, why):
     t.true(isinstance(got, int) and not isinstance(got, bool),
            f"got {got!r}, want a Python int, {why}", observed=got)  # fmt: skip
     wastes = "".join(
-        f"; w({n}) is {waste_of(n, stall, step_seconds, seconds):.4g}" for n in (got, want) if n > 0
+        f"; w({n}) is {waste_of(n, stall, step_seconds, seconds):.10g}"
+        for n in (got, want)
+        if n > 0
     )
-    t.equal(got, want, why=f"{why}; M is {seconds:.6g} s{wastes}")
+    told = "" if got == want else interval_told(got, root, stall, step_seconds, devices, seconds)
+    t.equal(got, want, why=f"{why}; M is {seconds:.6g} s{wastes}{told}")
+
+
+def interval_told(got, root, stall, step, devices, seconds):
+    """What a wrong number of steps would be right for."""
+    if got < 1:
+        return "; n is at least 1"
+    if abs(got - root) <= max(2, 4e-3 * root):
+        off = "; n is the whole number below {0} or the one above" * (abs(got - root) > 1)
+        return off.format(f"{root:.8g}")
+    length = root * step
+    mistakes = {
+        "that is the interval in seconds": length,
+        "you multiply by the seconds of a step": length * step,
+        "you divide by the seconds of a step under the root": math.sqrt(length**2 / step),
+        "you divide by the stall and a step together": length / (step + stall),
+        "your stall has a step in it": math.sqrt(2 * (stall + step) * seconds) / step,
+        "your root is not of twice stall times M, but of that product once": root / math.sqrt(2),
+        "you take the root of M's part alone": math.sqrt(2 * seconds) / step,
+        "so many steps fit between two failures": seconds / step,
+        "so many steps take as long as a stall": stall / step,
+        "you take no root": length**2 / step,
+    }
+    for text, wrong in mistakes.items():
+        if abs(got - wrong) <= 1 + 1e-4 * wrong:
+            return f"; {text}"
+    much = (got * step) ** 2 / (2 * stall) if stall else math.inf
+    return f"; {got} would be right if M were {much:.4g} s, {much / seconds:.4g} times what it is"
 
 
 def own_hours(t):
@@ -1481,7 +1511,7 @@ def _(fn, t):
     for devices, stall, step in ((1, 0.9, 0.37), (256, 2.3, 1.7), (16_384, 6.1, 4.3)):
         compare_interval(fn, t, stall, step, devices, hours,
                          f"{devices} device{'s' * (devices > 1)} of {hours:.0f} hours each, "
-                         f"a stall of {stall} s")  # fmt: skip
+                         f"a stall of {stall} s, a step of {step} s")  # fmt: skip
 
 
 def compare_near_root(fn, t, n, low, high, why):
@@ -1630,7 +1660,9 @@ def no_step_between(stall, step_seconds, devices, hours_per_device):
     return min((below, below + 1), key=lambda n: waste_of(n, stall, step_seconds, seconds))
 
 
-@interval.mutant("You return a float. The number of steps is a Python int.")
+@interval.mutant(
+    "You return a float, or an integer of NumPy's. The number of steps is a Python int."
+)
 def as_a_float(*args):
     return float(interval_variant()(*args))
 

@@ -907,7 +907,7 @@ The last check resumes in two real processes from the files of three, and compar
         "row of the job is the *sum* of `rows_read` over all files.",
         "For each file and name: low = max(start, first), high = min(stop, first + len(piece)); if low < high, copy "
         "`piece[low - first : high - first]` to `[low - start : high - start]`. Batches begin at "
-        "done + index * share and go on by `batch`.",
+        "done + index * share, and each starts `batch` rows after the one before.",
     ),
 )
 
@@ -1252,12 +1252,12 @@ touch the same step.
 Each second has one of seven causes:
 
 - `"start-up"`: from `start` to `first`; in an attempt without a step, to the fault that ended it. The fault that ended
-  the attempt *before* pays; no fault pays for the first attempt's.
+  the attempt *before* pays; no fault pays for the start-up of the first attempt.
 - `"lost"`: the whole time of a completed step, if any later attempt resumed from a lower step. Take the *first* such
-  later attempt, and look back from it as far as the step's own attempt. The nearest attempt on the way that had read a
-  checkpoint still had the step, so the fault that ended it pays. An attempt whose `resumed` is None undoes nothing and
-  keeps nothing; one that has read a checkpoint counts, even if it completed no step. A checkpoint may be damaged, so an
-  attempt may go back further than the one before it, and undo steps of several attempts.
+  attempt and go back through those before it, at most to the one that took the step. The first on the way that had
+  read a checkpoint still had the step, so the fault that ended it pays. An attempt whose `resumed` is None undoes
+  nothing and keeps nothing; one that has read a checkpoint counts, even if it completed no step. A checkpoint may be
+  damaged, so an attempt may go back further than the one before it, and undo steps of several attempts.
 - `"lost"` is also, in an attempt with a step, the time from the end of its last completed step to the fault that ended
   it, which pays.
 - `"slow"`: if a passing fault overlaps a step that counts, the time that the step took beyond the usual, at least 0.
@@ -1265,10 +1265,10 @@ Each second has one of seven causes:
   included.
 - `"step"`: steps that count, without what is `"slow"`. No fault pays.
 - `"detect"`: from `at` to `noticed` of the fault that ended the attempt, and `"restart"`: from there to the next
-  attempt's `start`. That fault pays both.
+  attempt's `start`. That fault pays for both.
 - `"end"`: after the last step of the last attempt, to its `end`. No fault pays.
 
-The repeated steps of a fault are the completed steps whose lost time it pays.
+The repeated steps of a fault are the completed steps whose lost time it pays for.
 """,
     hints=(
         "Three passes. First list all completed steps with attempt, number, begin and end, and find which fault ended "

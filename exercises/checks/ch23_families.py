@@ -1830,7 +1830,7 @@ A checkpoint of 800 GB is read by hundreds of devices, and each of them keeps a 
     hints=(
         "A tensor is [2, 3, 4], and you need all of dimension 0, row 1 of dimension 1 and all of dimension 2. How many "
         "contiguous pieces is that, and how long is each? What if you need half of dimension 2 as well?",
-        "Find the last dimension of which you need less than all. Everything after it is contiguous, and so is your "
+        "Find the last dimension that you need only a part of. Everything after it is contiguous, and so is your "
         "range along it. Each choice of indices before it is a piece of its own.",
         "With `cut` that dimension, a piece begins at `start` plus the sum of index times stride, where the stride of "
         "a dimension is `itemsize * math.prod(shape[axis + 1:])`. For each: seek, then read until the piece is whole "

@@ -731,8 +731,8 @@ N x D x F goes up to 300 x 40 x 30 and all checks together have a minute, so you
 equations. The checks compare ‖x (w - rounded)‖² + damp ‖w - rounded‖², with a margin of 3 percent.
 """,
     hints=(
-        "The change is a least-squares problem that you can solve in one line for all columns at once: it depends on "
-        "e_F only as a factor.",
+        "The change is a least-squares problem that you can solve in one line for all columns at once: e_F is only "
+        "a factor in its solution.",
         "With H = xᵀx + damp I, the minimum is where H[later, later] C = H[later, d] e_F.",
         "For each d: `q = clip(round(w[d] / scale), -7, 7)`, `error = w[d] - q * scale`, and "
         "`w[d+1:] += np.outer(np.linalg.solve(H[d+1:, d+1:], H[d+1:, d]), error)`, in float64 and on a copy of w.",

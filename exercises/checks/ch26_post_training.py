@@ -33,8 +33,8 @@ targets that the assistant says.
   says neither the header nor what the template writes after `end`. There may be several such turns.
 - A token is the assistant's if any of its characters is.
 - Some templates change earlier turns, or leave one out. For message n of the assistant, the whole text must begin with
-  `render(messages[:n + 1], False)`, and this with `render(messages[:n], True)`, and there must be an `end` after the
-  header. Otherwise raise `ValueError`.
+  `render(messages[:n + 1], False)`, which itself must begin with `render(messages[:n], True)`, and there must be an
+  `end` after the header. Otherwise raise `ValueError`.
 
 A conversation without the assistant has a mask of zeros.
 """,
@@ -778,9 +778,9 @@ advantages = Exercise(
 Write `group_advantages(reward_N, group_N, mask_NT, scaled, mean)`, the part of GRPO that runs on the host, in NumPy.
 Rollouts with the same number in `group_N` answer the same prompt.
 
-- A rollout's advantage is its reward less the mean reward of its group. With `scaled=True` it is divided by the
+- A rollout's advantage is its reward minus the mean reward of its group. With `scaled=True` it is divided by the
   standard deviation of the group, that of a sample: the sum of squares is divided by one less than the number of
-  rewards. Nothing is added to it. Dr. GRPO has `scaled=False`.
+  rewards. Don't add an epsilon to it. Dr. GRPO has `scaled=False`.
 - In a group whose rewards are all equal every advantage is *exactly* 0. Groups may have any size, including 1.
 - The loss is going to be the sum of `weight_NT` times the loss of each token, where the weights say how tokens count.
   All tokens where the mask is 0 weigh 0. The others:
@@ -979,13 +979,13 @@ Write `clipped(logp_BT, old_BT, ref_BT, advantage_BT, mask_BT, low, high, kl)`, 
 - The ratio r is exp(logp - old). The gain is the smaller of r A and clip(r, 1 - low, 1 + high) A, with the advantage A.
 - The distance from the reference is exp(d) - d - 1 with d = ref - logp (Schulman's k3, an estimate of the KL
   divergence that is never negative).
-- The loss of a token is kl times the distance, less the gain.
+- The loss of a token is kl times the distance, minus the gain.
 - Both differences of log-probabilities are first clipped to -20 to 20, so that nothing overflows.
 - Where `mask_BT` is 0 the loss is 0 and so is the gradient, and the other arrays may hold anything there, even NaN.
 """,
     hints=(
         "For which ratios is the smaller of the two the clipped one, if A is positive? If A is negative? Draw both. "
-        "`jnp.minimum` does the right thing in both cases, if A is inside.",
+        "`jnp.minimum` does the right thing in both cases if you multiply by A inside it.",
         "A NaN that `jnp.where` throws away forward comes back in the gradient: 0 times NaN. Select before you "
         "compute anything from the masked values, so that only zeros go in.",
         "`difference = lambda x, y: jnp.clip(jnp.where(drawn, x - y, 0), -20, 20)` for both differences, the advantage "
@@ -1148,7 +1148,7 @@ gae = Exercise(
 Write `gae(reward_BT, value_BT, mask_BT, last_B, discount, decay)`: PPO's advantages, by generalized advantage
 estimation.
 
-- The steps of a row are its tokens where `mask_BT` is 1, in their order. Between them may be tokens that the model
+- The steps of a row are its tokens where `mask_BT` is 1, in their order. There may be tokens in between that the model
   didn't draw (a tool's answer); they are skipped as if they weren't there.
 - A step's error is reward + discount * (value of the *next* step) - (value of this step). After the last step the value
   is `last_B`.
@@ -1157,8 +1157,8 @@ estimation.
 - Where the mask is 0, both results are 0 and the inputs may hold anything, even NaN.
 """,
     hints=(
-        "Go through the tokens from the last to the first. Which two numbers do you have to remember of the step that "
-        "you saw before?",
+        "Go through the tokens from the last to the first. Which two numbers do you have to remember from the step "
+        "that you have just left?",
         "Remember its advantage and its value. A token with mask 0 leaves both as they are. `jax.lax.scan` has "
         "`reverse=True`; a loop over T works too.",
         "`error = reward + discount * next_value - value`, `new = error + discount * decay * next_advantage`; then "

@@ -66,13 +66,17 @@ class _Code:
             raise UserError(
                 "a kernel's custom call has no backend_config: is libtpu newer than 0.0.51?"
             )
-        self.config: dict[str, Any] = json.loads(config[1])["custom_call_config"]
+        found: dict[str, Any] = json.loads(config[1])
+        self.body: str = found["custom_call_config"]["body"]
+        # With the vector memory that the kernel may use: the default can be less than it needs.
+        kept = ("custom_call_config", "scoped_memory_configs")
+        self.config = {name: found[name] for name in kept if name in found}
         operands = _OPERANDS.search(line)
         self.operands = _ARRAY.findall(operands[1] if operands else "")
         self.results = _ARRAY.findall(line.split(" custom-call(")[0])
         self.key = hashlib.sha256(self.module().encode()).hexdigest()[:32]
         tables = [int(dims) for kind, dims in self.operands if kind == "s32" and dims.isdigit()]
-        self.steps = math.prod(_grid(self.config["body"], max(tables, default=0)))
+        self.steps = math.prod(_grid(self.body, max(tables, default=0)))
 
     def module(self) -> str:
         """Returns the StableHLO text of a program with only this kernel."""
@@ -83,7 +87,7 @@ class _Code:
         arguments = ", ".join(f"%a{i}: {kind}" for i, kind in enumerate(operands))
         assigned = f"%r:{count}" if count > 1 else "%r"
         returned = ", ".join(f"%r#{i}" for i in range(count)) if count > 1 else "%r"
-        config = json.dumps(json.dumps({"custom_call_config": self.config}))
+        config = json.dumps(json.dumps(self.config))
         read, written = (
             ", ".join(_layout(dims) for _, dims in arrays)
             for arrays in (self.operands, self.results)

@@ -28,6 +28,7 @@ from minitext.compiler.report import Report
 from minitext.compiler.targets import Target, parse_target, topology_mesh
 from minitext.config.config import Config
 from minitext.config.model import DeltaNetConfig, ModelConfig, MoEConfig
+from minitext.config.section import cached
 from minitext.config.sections import MeshConfig
 from minitext.errors import UserError
 from minitext.hardware import LINK_SECONDS
@@ -329,6 +330,7 @@ def _arrays(model: ModelConfig, mesh: Mesh | AbstractMesh) -> list[jax.ShapeDtyp
     return _abstract(jax.eval_shape(_programs(model).lay_out, placed), mesh)
 
 
+@cached
 def _weight_bytes(model: ModelConfig, mesh: Mesh | AbstractMesh) -> dict[tuple[Any, ...], int]:
     """The bytes on a device of each parameter as the programs take it, by its path; stored numbers are parts of it."""
     layout = Layout(model, 1, RULES_OF_ENGINE, 0)

@@ -705,33 +705,22 @@ def tree(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def verdicts(tree):
-    """Every hostile answer graded once, two processes at a time."""
+def verdicts(tree, request):
+    """Each answer that a chosen test asks for, graded once, two processes at a time; they leave nothing behind."""
+    items = [item for item in request.session.items if item.path == request.path]
+    asked = {item.callspec.params.get("name") for item in items if hasattr(item, "callspec")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TREE", str(tree))
         exercises = registry.load_exercises(tree)
         found = answers.from_folder(tree, tree, exercises.values())
         grading = runner.Grading(tree, seed=7, learner=1, jobs=2)
-        tasks = [(exercises[id], found[id]) for id in exercises]
+        tasks = [(exercises[id], found[id]) for id in exercises if id[3:] in {"honest", *asked}]
         results = runner.grade_many(grading, tasks, lambda done, total: None)
+    check_that_nothing_is_left(tree)
     return {result.exercise.id[3:]: result for result in results}
 
 
-# They change nothing but their own process.
-HARMLESS = ["prints", "threads", "floods", "patches_testing", "patches_builtins", "detaches", "double_fork",
-            "leaves", "at_exit"]  # fmt: skip
-
-
-@pytest.mark.slow  # with what grades them all
-@pytest.mark.parametrize("name", ["honest", "helped", *HARMLESS])
-def test_right_answers_pass_whatever_else_they_do(verdicts, name):
-    result = verdicts[name]
-    assert (result.status, result.points) == ("passed", 4), result.explanation()
-    assert len(result.output) <= 2000
-
-
-def test_hostile_answers_leave_nothing_behind(tree, verdicts):
-    assert verdicts["honest"].status == "passed"
+def check_that_nothing_is_left(tree):
     running = [p.info for p in psutil.process_iter(["cmdline", "ppid"])]
     words = [info["cmdline"] or [] for info in running]
     assert not [w for w in words if w[:1] == ["sleep"] and w[1:] in (["333"], ["334"])]
@@ -743,6 +732,38 @@ def test_hostile_answers_leave_nothing_behind(tree, verdicts):
     files = {path.name: path.read_text() for path in tree.rglob("*.py")}
     assert set(files) == {"ch90_hostile.py"} and "# mine" not in "".join(files.values())
     assert (tree / "checks" / "ch90_hostile.py").read_text() == CHECKS.format(names=NAMES)
+
+
+# Of several answers that try the same, `make test` grades one.
+LIKE_OTHERS = {
+    "patches_testing", "sleeps", "dies", "fills", "patches_trial", "patches_modules", "kills", "imports", "peeks",
+    "hidden", "getattribute", "generator", "giant", "noise", "deaf", "converts", "names", "nests", "forever", "traces",
+    "environment", "finalizer", "overflows", "ignores", "patches_import", "infinite", "broadcasts", "subclass",
+    "coroutine", "buffer", "fake_shape", "own_file", "forks_late",
+}  # fmt: skip
+
+
+def graded(*cases):
+    """Names of answers, or such names with what is said of them, as parameters."""
+    names = [case if isinstance(case, str) else case[0] for case in cases]
+    marks = [[pytest.mark.audit] if name in LIKE_OTHERS else [] for name in names]
+    return [
+        pytest.param(*([case] if isinstance(case, str) else case), marks=mark)
+        for case, mark in zip(cases, marks, strict=True)
+    ]
+
+
+# They change nothing but their own process.
+HARMLESS = ["prints", "threads", "floods", "patches_testing", "patches_builtins", "detaches", "double_fork",
+            "leaves", "at_exit"]  # fmt: skip
+
+
+@pytest.mark.slow  # with what grades them all
+@pytest.mark.parametrize("name", graded("honest", "helped", *HARMLESS))
+def test_right_answers_pass_whatever_else_they_do(verdicts, name):
+    result = verdicts[name]
+    assert (result.status, result.points) == ("passed", 4), result.explanation()
+    assert len(result.output) <= 2000
 
 
 WITHOUT = {
@@ -786,7 +807,7 @@ def test_a_stub_is_not_attempted(verdicts, name):
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [
+    graded(
         ("loops", "took longer than 1 s in the check 'zeros'"),
         ("sleeps", "took longer than 1 s in the check 'zeros'"),
         ("hog", "more than 0.5 GiB of memory"),
@@ -864,7 +885,7 @@ def test_a_stub_is_not_attempted(verdicts, name):
         ("own_file", ""),
         ("late_thread", "want "),
         ("forks_late", ""),
-    ],
+    ),
 )
 def test_hostile_answers_cost_only_themselves(verdicts, name, says):
     result = verdicts[name]

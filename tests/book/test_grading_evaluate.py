@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from minitext.book.grading import Exercise, evaluate
+from minitext.book.grading import Exercise, evaluate, raising
+from minitext.book.grading.watch import Watched
 
 SEED, LEARNER = 3, 1
 
@@ -107,4 +108,65 @@ def test_another_exception_than_the_wanted_one_names_both():
         assert x >= 0, "too small"
 
     failing = evaluate.Attempt(exercise, asserts, SEED, LEARNER).run().failing
-    assert failing[0].message == "AssertionError: too small; want ValueError"
+    assert failing[0].message == "AssertionError: too small; called with -1; want ValueError"
+
+
+def halving():
+    exercise = Exercise("90.half", "Half", "half", 10, 1, "s", ("first", "b", "c"))
+
+    @exercise.check("a pair")
+    def _(fn, t):
+        a, b = fn([4, 6], np.zeros((2, 3), np.float32))
+        t.equal(a + b, 5)
+
+    @exercise.check("its kind")
+    def _(fn, t):
+        t.equal(fn([4, 6]), (2, 3))
+
+    return exercise
+
+
+@pytest.mark.parametrize(
+    ("answer", "message", "hint"),
+    [
+        (
+            lambda x, y=None: (x[0] // 2, x[2]),
+            "IndexError: list index out of range; called with [4, 6], float32[2, 3]",
+            "You look past the end",
+        ),
+        (lambda x, y=None: [][2:].index(1), "ValueError: 1 is not in list", "first"),
+        (
+            lambda x, y=None: {"half": 2}["Half"],
+            "KeyError: 'Half'; called with [4, 6], float32[2, 3]",
+            "You look up a key",
+        ),
+        (
+            lambda x, y=None: (2, 3) if y is not None else None,
+            "got None",
+            "Your answer returns None",
+        ),
+    ],
+)
+def test_an_exception_that_no_mutant_raises_is_explained(answer, message, hint):
+    attempt = evaluate.Attempt(halving(), answer, SEED, LEARNER).run()
+    assert attempt.failing[0].message.startswith(message)
+    assert evaluate.choose_hint(attempt).startswith(hint)
+
+
+def test_what_a_check_raises_is_about_the_result():
+    def nothing(x, y):
+        pass
+
+    attempt = evaluate.Attempt(halving(), nothing, SEED, LEARNER, source="answer.py").run()
+    assert evaluate.choose_hint(attempt) == raising.NOTHING
+    attempt = evaluate.Attempt(halving(), lambda x, y: 5, SEED, LEARNER, source="answer.py").run()
+    assert evaluate.choose_hint(attempt).startswith(raising.RESULT)
+
+
+def test_a_call_that_raises_is_shown_in_brief():
+    failing = Watched(lambda *given, key: given[99])
+    with pytest.raises(IndexError) as caught:
+        failing(list(range(50)), {"a": (1, "b")}, key=np.zeros(2))
+    numbers = "[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16..."
+    shown = f"called with {numbers}, {{'a': (1, 'b')}}, key=float64[2]"
+    assert caught.value.__notes__ == [shown]

@@ -38,6 +38,23 @@ def changed(index, add=None, times=1.0):
         (WANT[:, ::-1], WANT, "they are reversed along axis 1"),
         (np.roll(WANT, 1, 0), WANT, "each comes one place too late along axis 0"),
         (np.roll(WANT, -1, 1), WANT, "each comes one place too early along axis 1"),
+        (np.roll(WANT, 2, 1), WANT, "each comes 2 places too late along axis 1"),
+        (np.abs(WANT), WANT, "each is the absolute value of what it should be"),
+        (np.floor(WANT), WANT, "each is rounded down from what it should be"),
+        (WANT.cumsum(0), WANT, "each is the sum of the right ones up to it along axis 0"),
+        (WANT.cumsum(1) - WANT, WANT, "each is the sum of the right ones before it along axis 1"),
+        (WANT, WANT.cumsum(0), "the sums of yours along axis 0 are right"),
+        (WANT[[2, 0, 3, 1]], WANT, "they are in another order along axis 0"),
+        (
+            WANT * [[2], [3], [4], [5.5]],
+            WANT,
+            "each entry along axis 0 has a factor of its own: 2 3 4 5.5",
+        ),
+        (
+            WANT - [1, 2, 3, 4, 5],
+            WANT,
+            "each entry along axis 1 is off by a number of its own: -1 -2 -3 -4 ...",
+        ),
         (np.arange(1, 9), np.arange(8), "each is too large by 1"),
         (SQUARE.swapaxes(1, 2), SQUARE, "axes 1 and 2 are swapped"),
         (np.roll(WANT, (1, 2), (0, 1)), WANT, "the values are the right ones, in another order"),
@@ -82,6 +99,9 @@ def test_an_array_is_explained(got, want, found):
         (96 / 2**20, 96, "that is 1/2^20 of what it should be"),
         (3.25**2, 3.25, "that is the square of what it should be"),
         (0.3, 0.7, "that is 1 minus what it should be"),
+        (72, 96, "that is 3/4 of what it should be"),
+        (3.25 * 1.073741824, 3.25, "that is 2^30 / 10^9 times what it should be"),
+        (5, 5.3, "that is rounded down from what it should be"),
         (4, 2, ""),  # twice, the square, two more
         (3.7, 5.3, ""),
         (np.nan, 5.3, ""),
@@ -98,6 +118,14 @@ def test_a_number_is_explained(got, want, found):
         (WANT[:, :, None], "the values are right, the shape isn't"),
         (WANT[1:], "1 entry missing at the beginning along axis 0"),
         (WANT[:, :3], "2 entries missing at the end along axis 1"),
+        (
+            WANT[[0, 1, 3]],
+            "1 entry missing along axis 0, with index 2 of the right ones",
+        ),
+        (
+            WANT[:, [0, 1, 1, 2, 2, 3, 4]],
+            "2 entries too many along axis 1, with index 2, 4 of yours",
+        ),
         (np.pad(WANT, ((0, 0), (0, 1))), "1 entry too many at the end along axis 1"),
         (WANT.sum(axis=0), "you return the sum of the right values over axis 0"),
         (WANT.mean(), "you return the mean of the right values over axes 0, 1"),
@@ -138,6 +166,23 @@ def test_a_failed_comparison_says_it():
         # A number in a list may be an id.
         ([10, 96], [10, 97], "at [1]: got 96, want 97; got [10, 96], want [10, 97]"),
         ({"id": 192}, {"id": 96}, "at ['id']: got 192, want 96"),
+        (
+            ["100", "200", "x"],
+            ["100", "300", "200"],
+            "at [1]: got '200', want '300'; got ['100', '200', 'x'], want ['100', '300', '200']; "
+            "missing: '300'; too many: 'x'",
+        ),
+        (
+            ["b", "a"],
+            ["a", "b"],
+            "at [0]: got 'b', want 'a'; got ['b', 'a'], want ['a', 'b']; "
+            "the entries are the right ones, in another order",
+        ),
+        (
+            {"a": 1, "b": 2},
+            {"a": 1, "c": 2},
+            "got the keys ['a', 'b'], want ['a', 'c']; missing: 'c'; too many: 'b'",
+        ),
         (["a"] * 30, ["b"] * 30, "at [0]: got 'a', want 'b'"),  # too long to be shown whole
         (
             [1, 2, 3],

@@ -435,6 +435,7 @@ def test_models_come_and_go_while_requests_run(folder, tmp_path):
 
 def test_an_unloaded_model_is_out_of_memory(tmp_path):
     """Weights and compiled programs, of which each takes the weights as arguments: there is one copy of them."""
+    gc.freeze()  # what other tests left is not searched each time
     shape = (37, 41)
     function = artefact.Function(
         lambda w, inputs: {"y": inputs["x"] @ w}, {"x": ("b, 37", "float32")}, batch="b"
@@ -459,6 +460,7 @@ def test_an_unloaded_model_is_out_of_memory(tmp_path):
     assert alive() == 1
     running.close()
     assert alive() == 0
+    gc.unfreeze()
 
 
 def test_a_damaged_artefact_is_refused_and_the_others_go_on(folder, tmp_path):

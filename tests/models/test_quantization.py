@@ -490,8 +490,19 @@ FSDP_TP = ["mesh.data=1", "mesh.fsdp=2", "mesh.tensor=2"]
 MOE = ["mesh.data=-1", "model.ffn.kind=moe", "model.ffn.experts=4"]
 
 
+COMPILED = {}
+
+
+def find_once(cfg, target):
+    """The products of a step for a target; each step is compiled once."""
+    key = cfg.model_dump_json(), target
+    if key not in COMPILED:
+        COMPILED[key] = find_products(cfg, target)
+    return COMPILED[key]
+
+
 def compiled_products(target, *settings):
-    return find_products(mt.load_config("laptop", [*TPU, *settings]), target).products
+    return find_once(mt.load_config("laptop", [*TPU, *settings]), target).products
 
 
 @needs_libtpu
@@ -527,16 +538,9 @@ def test_a_tpu_multiplies_the_narrow_type_in_all_three_products(target, settings
 
 @needs_libtpu
 def test_the_command_lists_products_with_their_types(monkeypatch, capsys):
-    rule = "model.quantization=[{module: blocks/ffn/(gate|up)}]"
-    words = ["minitext", "quantized", "laptop", *TPU, "mesh.data=-1", rule, "target=v5e:2x2"]
-
-    compiled, find = [], product_types.find_products
-
-    def once(cfg, target):
-        compiled[:] = compiled or [find(cfg, target)]
-        return compiled[0]
-
-    monkeypatch.setattr(product_types, "find_products", once)
+    rule = ALL_LAYERS.format("dtype: int8")
+    words = ["minitext", "quantized", "laptop", *TPU, *FSDP_TP, rule, "target=v5e:2x2"]
+    monkeypatch.setattr(product_types, "find_products", find_once)
 
     def printed(*more):
         monkeypatch.setattr("sys.argv", [*words, *more])
@@ -546,11 +550,11 @@ def test_the_command_lists_products_with_their_types(monkeypatch, capsys):
         return capsys.readouterr().out
 
     found = json.loads(printed("--json"))
-    assert (found["runs"], found["narrow_runs"]) == (3 + 2 * 21, 2 * 6)
+    assert (found["runs"], found["narrow_runs"]) == (3 + 2 * 21, 2 * 21)
     forward = [p for p in found["products"] if p["narrow"] and p["pass"] == "forward"]
-    assert [p["types"] for p in forward] == [["s8", "s8"]] * 2
+    assert [p["types"] for p in forward] == [["s8", "s8"]] * 7
     text = printed()
-    assert "s8 x s8" in text and "12 of 45 products in a step multiply 8-bit numbers" in text
+    assert "s8 x s8" in text and "42 of 45 products in a step multiply 8-bit numbers" in text
 
 
 # --- training

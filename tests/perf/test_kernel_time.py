@@ -50,35 +50,64 @@ def test_a_custom_call_without_its_program_says_so():
         kernel_time.kernel_seconds([Operation("k", "run", KERNEL, opcode=line)], "v5e")
 
 
-@pytest.mark.audit
-def test_a_causal_grid_has_the_blocks_that_its_mask_leaves(tmp_path, monkeypatch):
-    """A kernel compiled from its custom call has the steps of its plan, and takes longer the more of them it has."""
+def seconds_of_kernels(fn, shape, folder):
+    """Compiles a function of a bfloat16 array for a v5e and returns the seconds of its kernels."""
     import jax
     import jax.numpy as jnp
 
-    from minitext.compiler.aot import dump_to, no_cache
+    from minitext.compiler.aot import dump_to, no_cache, read_largest
     from minitext.compiler.schedule import operations, read_schedule
     from minitext.compiler.targets import Target, topology_devices
     from minitext.hardware import CHIPS
+    from minitext.sharding.mesh import make_mesh
+
+    mesh = make_mesh(None, topology_devices(Target(CHIPS["v5e"], (1, 1)))[:1])
+    spec = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=jax.NamedSharding(mesh, jax.P()))
+    with jax.set_mesh(mesh), no_cache():
+        jax.jit(fn).lower(spec).compile(compiler_options=dump_to(str(folder)))
+    text = read_largest(str(folder), "after_codegen.txt")
+    return [*kernel_time.kernel_seconds(operations(read_schedule(text)), "v5e").values()]
+
+
+@pytest.mark.audit
+def test_a_causal_grid_has_the_blocks_that_its_mask_leaves(tmp_path, monkeypatch):
+    """A kernel compiled from its custom call has the steps of its plan, and takes longer the more of them it has."""
     from minitext.kernels.attention.mask import Mask
     from minitext.kernels.attention.tpu import flash_attention
     from minitext.kernels.attention.tpu_grid import BlockShape
-    from minitext.sharding.mesh import make_mesh
 
     monkeypatch.setenv("MINITEXT_CACHE", str(tmp_path))
-    mesh = make_mesh(None, topology_devices(Target(CHIPS["v5e"], (1, 1)))[:1])
-    spec = jax.ShapeDtypeStruct(
-        (1, 2048, 2, 128), jnp.bfloat16, sharding=jax.NamedSharding(mesh, jax.P())
-    )
     seconds = {}
     for name, mask in (("causal", Mask()), ("all", Mask(causal=False))):
-        folder = tmp_path / name
-        with jax.set_mesh(mesh), no_cache():
-            attention = functools.partial(flash_attention, mask=mask, blocks=BlockShape(512, 512))
-            lowered = jax.jit(lambda q, f=attention: f(q, q, q)).lower(spec)
-            lowered.compile(compiler_options=dump_to(str(folder)))
-        text = max(folder.glob("*after_codegen.txt"), key=lambda p: p.stat().st_size).read_text()
-        (found,) = kernel_time.kernel_seconds(operations(read_schedule(text)), "v5e").values()
-        seconds[name] = found
+        attention = functools.partial(flash_attention, mask=mask, blocks=BlockShape(512, 512))
+        (seconds[name],) = seconds_of_kernels(
+            lambda q, f=attention: f(q, q, q), (1, 2048, 2, 128), tmp_path / name
+        )
     # Of 4 x 4 blocks 10 are seen.
     assert seconds["causal"] / seconds["all"] == pytest.approx(10 / 16, rel=0.25)
+
+
+@pytest.mark.audit
+def test_a_kernel_keeps_the_vector_memory_that_it_asked_for(tmp_path, monkeypatch):
+    """24 MiB, where a kernel that asks for none may use 16."""
+    import jax.numpy as jnp
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    def body(x_ref, out_ref, scratch_ref):
+        rows = pl.ds(pl.program_id(0) * 8, 8)
+        scratch_ref[rows] = x_ref[...].astype(jnp.float32)
+        out_ref[...] = scratch_ref[:8].astype(x_ref.dtype)
+
+    def fn(x):
+        return pl.pallas_call(
+            body,
+            grid=2,
+            out_shape=x,
+            scratch_shapes=[pltpu.VMEM((3 * 2**14, 128), jnp.float32)],
+            compiler_params=pltpu.CompilerParams(vmem_limit_bytes=2**25),
+        )(x)
+
+    monkeypatch.setenv("MINITEXT_CACHE", str(tmp_path))
+    (seconds,) = seconds_of_kernels(fn, (8, 128), tmp_path / "dump")
+    assert 0 < seconds < 1e-3

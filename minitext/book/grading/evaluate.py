@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from minitext.book.grading import raising
 from minitext.book.grading.registry import Check, Exercise
 from minitext.book.grading.trial import Failure, Trial, distance
 from minitext.book.grading.watch import Watched
@@ -22,12 +23,16 @@ class Gone(BaseException):
 
 @dataclasses.dataclass
 class CheckResult:
-    """The result of one check: `message` is empty if it passed; `observed` is never shown."""
+    """The result of one check: `message` is empty if it passed; `observed` is never shown.
+
+    `cause` says what an exception is usually about, for a mistake that no mutant makes.
+    """
 
     name: str
     passed: bool
     message: str = ""
     observed: Any = None
+    cause: str = ""
 
 
 @dataclasses.dataclass(eq=False)
@@ -113,9 +118,11 @@ def raised(name: str, error: BaseException, fn: Any, source: str) -> CheckResult
     line = getattr(error, "line", 0) if hasattr(error, "origin") else lines[-1] if lines else 0
     if line:
         message += f" (line {line} of {source})"
-    wanted = [note for note in getattr(error, "__notes__", []) if note.startswith("want ")]
-    message = "; ".join([message, *wanted])
-    return CheckResult(name, False, message, ("raised", kind, _anonymous(text, fn)))
+    notes = getattr(error, "__notes__", [])
+    told = [note for note in notes if note.startswith(("called with ", "want "))]
+    message = "; ".join([message, *told])
+    cause = raising.cause(kind, text, own=bool(line) or not source)
+    return CheckResult(name, False, message, ("raised", kind, _anonymous(text, fn)), cause)
 
 
 def _anonymous(text: str, fn: Any) -> str:
@@ -132,10 +139,15 @@ def attempt_mutants(exercise: Exercise, seed: int, learner: int) -> list[Attempt
 
 
 def choose_hint(attempt: Attempt) -> str:
-    """The hint for a failed answer: that of the mutant with the same mistake, or else the exercise's first."""
+    """The hint for a failed answer: its mutant's, or else that of its exception, or else the exercise's first."""
     exercise = attempt.exercise
     index = match(attempt, attempt_mutants(exercise, attempt.seed, attempt.learner))
-    return exercise.hints[0] if index is None else exercise.mutants[index].hint
+    if index is not None:
+        return exercise.mutants[index].hint
+    first = attempt.failing[0]
+    if first.observed == ("value", None):
+        return raising.NOTHING
+    return first.cause or exercise.hints[0]
 
 
 def match(attempt: Attempt, mutants: list[Attempt]) -> int | None:

@@ -8,6 +8,8 @@ import numpy as np
 
 LARGEST = 200_000  # entries; no larger array is examined
 NEAR = 1e-4  # relative; rounding of a float32 sum is smaller, and another mistake is larger
+FARTHEST = 8  # places by which an array is looked for elsewhere
+SHOWN = 4  # numbers of a list that are shown
 BFLOAT16 = 2.0**-7  # relative; a few roundings to 8 bits
 
 FUNCTIONS = {
@@ -29,7 +31,14 @@ FACTORS = (
     }
     | {10.0**n: f"10^{n}" for n in (2, 3, 6, 9, 12)}
     | {2.0**n: f"2^{n}" for n in (10, 20, 30, 40)}
+    | {1.024**n: f"2^{10 * n} / 10^{3 * n}" for n in (1, 2, 3, 4)}
 )
+ROUNDED = {
+    "the absolute value of": np.abs,
+    "rounded down from": np.floor,
+    "rounded up from": np.ceil,
+    "rounded to the nearest whole number from": np.rint,
+}
 
 
 def likeness(got: np.ndarray, want: np.ndarray, bad: np.ndarray | None = None) -> str:
@@ -91,8 +100,12 @@ def _of_all(got: np.ndarray, want: np.ndarray) -> Iterator[str]:
     for name, function in FUNCTIONS.items():
         if _alike(got, function(want)):
             yield f"each is {name} what it should be"
+    for name, function in ROUNDED.items():
+        if _alike(got, function(want)):
+            yield f"each is {name} what it should be"
     for axis in range(want.ndim):
         yield from _along(got, want, axis)
+    yield from _by_slice(got, want)
     if _alike(np.sort(got, axis=None), np.sort(want, axis=None)):
         yield "the values are the right ones, in another order"
 
@@ -104,10 +117,46 @@ def _along(got: np.ndarray, want: np.ndarray, axis: int) -> Iterator[str]:
         return
     if _alike(g, w[::-1]):
         yield f"they are reversed {along}"
-    if _varied(w[:-1]) and _alike(g[1:], w[:-1]):
-        yield f"each comes one place too late {along}"
-    if _varied(w[1:]) and _alike(g[:-1], w[1:]):
-        yield f"each comes one place too early {along}"
+    for by in range(1, min(len(w) - 1, FARTHEST + 1)):
+        places = f"{'one place' if by == 1 else f'{by} places'} too"
+        if _varied(w[:-by]) and _alike(g[by:], w[:-by]):
+            yield f"each comes {places} late {along}"
+        if _varied(w[by:]) and _alike(g[:-by], w[by:]):
+            yield f"each comes {places} early {along}"
+    sums = np.cumsum(w, axis=0)
+    if _alike(g, sums):
+        yield f"each is the sum of the right ones up to it {along}"
+    if _alike(g, sums - w):
+        yield f"each is the sum of the right ones before it {along}"
+    if _alike(np.cumsum(g, axis=0), w):
+        yield f"the sums of yours {along} are right"
+    order = np.argsort(w.reshape(len(w), -1)[:, 0], kind="stable")
+    mine = np.argsort(g.reshape(len(g), -1)[:, 0], kind="stable")
+    if want.ndim > 1 and _alike(g[mine], w[order]):
+        yield f"they are in another order {along}"
+
+
+def _by_slice(got: np.ndarray, want: np.ndarray) -> Iterator[str]:
+    """Whether the slices along an axis are right but for a factor, or a number added, of their own."""
+    if want.ndim < 2:
+        return
+    for axis in range(want.ndim):
+        g = np.moveaxis(got, axis, 0).reshape(got.shape[axis], -1)
+        w = np.moveaxis(want, axis, 0).reshape(want.shape[axis], -1)
+        if w.shape[0] < 2 or w.shape[1] < 3 or not all(map(_varied, w)):
+            continue
+        largest = np.abs(w).argmax(axis=1)[:, None]
+        factor = np.take_along_axis(g, largest, 1) / np.take_along_axis(w, largest, 1)
+        others = np.all(np.isfinite(factor)) and np.all(np.abs(factor - 1) > NEAR)
+        if others and factor.all() and _alike(g, factor * w):
+            shown = " ".join(f"{x:.4g}" for x in factor[:SHOWN, 0])
+            more = " ..." if len(factor) > SHOWN else ""
+            yield f"each entry along axis {axis} has a factor of its own: {shown}{more}"
+        added = np.median(g - w, axis=1, keepdims=True)
+        if np.all(np.isfinite(added)) and added.all() and _alike(g - added, w):
+            shown = " ".join(f"{x:.4g}" for x in added[:SHOWN, 0])
+            more = " ..." if len(added) > SHOWN else ""
+            yield f"each entry along axis {axis} is off by a number of its own: {shown}{more}"
 
 
 def _of_some(got: np.ndarray, want: np.ndarray, bad: np.ndarray) -> Iterator[str]:
@@ -169,18 +218,28 @@ def _of_a_number(got: float, want: float) -> Iterator[str]:
     for name, function in FUNCTIONS.items():
         if abs(got - function(want)) <= NEAR * abs(got):
             yield f"that is {name} what it should be"
-    factor = _simple(got / want)
+    factor = _fraction(got / want)
     if factor:
         yield f"that is {factor} what it should be"
+    for name, function in ROUNDED.items():
+        if got == function(want):
+            yield f"that is {name} what it should be"
 
 
 def _times(ratio: float) -> str:
     """A factor in words: "1/4 of", "3 times", "0.8173 times"."""
+    return _fraction(ratio) or f"{ratio:.4g} times"
+
+
+def _fraction(ratio: float) -> str:
+    """A factor in words if it's simple, or a fraction of small numbers; or else ""."""
+    if abs(ratio - 1) < NEAR:
+        return ""
     for denominator in range(2, 13):
         numerator = round(ratio * denominator)
         if 1 < numerator < 13 and abs(ratio * denominator / numerator - 1) < NEAR:
             return _simple(ratio) or f"{numerator}/{denominator} of"
-    return _simple(ratio) or f"{ratio:.4g} times"
+    return _simple(ratio)
 
 
 def _simple(ratio: float) -> str:
@@ -230,6 +289,21 @@ def _longer(got: np.ndarray, want: np.ndarray) -> Iterator[str]:
         yield f"{entries} {verdict} at the end {along}"
     if len(short) and _alike(long[n:], short):
         yield f"{entries} {verdict} at the beginning {along}"
+    found = _left_over(short, long)
+    if found:
+        where = ", ".join(map(str, found[:SHOWN])) + (", ..." if n > SHOWN else "")
+        yield f"{entries} {verdict} {along}, with index {where} of {'yours' if len(g) > len(w) else 'the right ones'}"
+
+
+def _left_over(short: np.ndarray, long: np.ndarray) -> list[int]:
+    """Indices of the entries without which `long` is `short`, or none if no such are enough."""
+    left, at = [], 0
+    for index, entry in enumerate(long):
+        if at < len(short) and _alike(entry, short[at]):
+            at += 1
+        else:
+            left.append(index)
+    return left if at == len(short) > len(left) else []
 
 
 def _largest(x: np.ndarray) -> float:

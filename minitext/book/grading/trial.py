@@ -166,7 +166,8 @@ def equal_values(got: Any, want: Any, whole: bool = True) -> str | None:
     items: Iterable[tuple[str, Any, Any]]
     if isinstance(want, dict):
         if sorted(map(repr, got)) != sorted(map(repr, want)):
-            return f"got the keys {sorted(map(str, got))}, want {sorted(map(str, want))}"
+            text = f"got the keys {sorted(map(str, got))}, want {sorted(map(str, want))}"
+            return _explained(text, _apart(list(got), list(want)))
         items = ((f"[{key!r}]", got[key], want[key]) for key in want)
     elif _sequence(want):
         if len(got) != len(want):
@@ -190,12 +191,29 @@ def unequal(got: Any, want: Any) -> str | None:
         return str(failure)
 
 
+def _apart(got: list, want: list) -> str:
+    """Which entries of a list of strings or numbers are missing, and which are too many."""
+    kinds = (str, int, float)
+    if not all(type(x) in kinds for x in (*got, *want)) or not want:
+        return ""
+    missing = [repr(x) for x in dict.fromkeys(want) if got.count(x) < want.count(x)]
+    more = [repr(x) for x in dict.fromkeys(got) if got.count(x) > want.count(x)]
+    if not missing and not more:
+        return "the entries are the right ones, in another order"
+    found = []
+    for names, told in ((missing, "missing"), (more, "too many")):
+        if names:
+            rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            found.append(f"{told}: {', '.join(names[:4])}{rest}")
+    return "; ".join(found) if len(missing) < len(set(want)) else ""
+
+
 def _list_likeness(got: Any, want: Any) -> str:
-    """What two lists of numbers have in common, or "" if they are lists of something else."""
+    """What two lists have in common, if they are lists of numbers or of strings."""
     try:
         g, w = wide(plain(got)), wide(plain(want))
     except Failure:
-        return ""
+        return _apart(list(got), list(want))
     return likeness(g, w, g != w if g.shape == w.shape else None) if g.ndim and w.ndim else ""
 
 

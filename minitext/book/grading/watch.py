@@ -8,15 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from minitext.book.grading.trial import Failure
+from minitext.book.grading.trial import Failure, is_array
 
+LONGEST = 60  # characters of an argument that is shown
 DEEPEST = 20  # containers within containers that are looked into
 
 
 class Watched:
     """An answer whose calls fail if they change an argument: lists, dictionaries, sets, NumPy arrays, attributes.
 
-    The functions that it returns are watched in the same way.
+    The functions that it returns are watched in the same way. An exception gets a note with the call's arguments.
     """
 
     def __init__(self, fn: Any):
@@ -31,7 +32,11 @@ class Watched:
         """
         given = [*enumerate(args), *kwargs.items()]
         before = [_copy(value) for _, value in given]
-        result = self._fn(*args, **kwargs)
+        try:
+            result = self._fn(*args, **kwargs)
+        except Exception as error:
+            _add_call(error, given)
+            raise
         for (place, value), copy in zip(given, before, strict=True):
             if not _same(value, copy):
                 name = place if isinstance(place, str) else _name(self._fn, place)
@@ -56,6 +61,30 @@ def _name(fn: Any, place: int) -> str:
         except (TypeError, ValueError):
             names = []
     return f"`{names[place]}`" if place < len(names) else f"number {place + 1}"
+
+
+def _add_call(error: Exception, given: list[tuple[Any, Any]]) -> None:
+    """Notes the arguments of the innermost call that raised an error."""
+    notes = getattr(error, "__notes__", ())
+    if given and not any(note.startswith("called with ") for note in notes):
+        shown = [f"{name}=" * isinstance(name, str) + _shown(value) for name, value in given]
+        error.add_note(f"called with {', '.join(shown)}")
+
+
+def _shown(x: Any) -> str:
+    """An argument in a few characters."""
+    if is_array(x) and getattr(x, "ndim", 0):
+        return f"{x.dtype}{list(x.shape)}"
+    if type(x) in (list, tuple):
+        text = ", ".join(map(_shown, x[:LONGEST]))
+        text = f"[{text}]" if type(x) is list else f"({text})"
+    elif type(x) is dict:
+        text = "{" + ", ".join(f"{_shown(key)}: {_shown(value)}" for key, value in x.items()) + "}"
+    elif type(x) in (bool, int, float, str, bytes, type(None)):
+        text = repr(x)
+    else:
+        text = type(x).__name__
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 def _parts(x: Any) -> dict[str, Any] | None:
