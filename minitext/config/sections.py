@@ -169,7 +169,7 @@ class XLAConfig(Section):
     """XLA's compiler."""
 
     recommended: bool = setting(
-        True, "the options that are recommended for a chip: minitext compile --options lists them"
+        True, "use the options that are recommended for a chip: minitext compile --options lists them"
     )
     options: tuple[str, ...] = setting(
         (),

@@ -153,7 +153,7 @@ def test_the_compiler_for_gpus_takes_what_is_always_on(monkeypatch):
 
 @needs_libtpu
 def test_the_command_lists_what_is_on_and_what_could_be(capsys, monkeypatch):
-    words = ["laptop", "target=v6e:2x2", "xla.recommended=true", "--options", "--json"]
+    words = ["laptop", "target=v6e:2x2", "--options", "--json"]
     monkeypatch.setattr("sys.argv", ["minitext", "compile", *words])
     with pytest.raises(SystemExit) as ended:
         main.main()
