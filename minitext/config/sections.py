@@ -169,7 +169,8 @@ class XLAConfig(Section):
     """XLA's compiler."""
 
     recommended: bool = setting(
-        True, "use the options that are recommended for a chip: minitext compile --options lists them"
+        True,
+        "use the options that are recommended for a chip: minitext compile --options lists them",
     )
     options: tuple[str, ...] = setting(
         (),
