@@ -161,7 +161,7 @@ def use_compilation_cache() -> None:
     from minitext.files import cache_dir
 
     jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def quick_compile(platform: str) -> dict[str, Any]:

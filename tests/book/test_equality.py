@@ -43,7 +43,7 @@ PATTERNS = {
     ],
     "whole norms": ["model.layers=2", "model.norms=after", "model.attention.qk_norm=whole", "model.ffn.bias=true"],
 }  # fmt: skip
-QUICK = ("fsdp x tp x cp", "fsdp x tp x pp")
+QUICK = ("fsdp x tp x cp",)
 OF_MLA = ("pp, 1f1b", "fsdp x tp x cp")
 
 

@@ -612,7 +612,7 @@ ON_A_MESH = """
 
 def test_saved_on_eight_devices_restored_on_two_and_one(tmp_path):
     script(ON_A_MESH, tmp_path, "4x2", "save", devices=8)
-    for shape, devices in (("2x1", 2), ("1x2", 2), ("1x1", 1)):
+    for shape, devices in (("1x2", 2), ("1x1", 1)):
         done = script(ON_A_MESH, tmp_path, shape, "restore", devices=devices)
         assert done.stdout.strip() == "{'fsdp': 4, 'tensor': 2} P('fsdp', 'tensor')"
         assert done.stderr == ""

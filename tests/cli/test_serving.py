@@ -32,6 +32,7 @@ def runs(tiny, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_each_adapter_is_a_model(runs, tmp_path, monkeypatch):
     given = [f"{name}={runs / name}" for name in ("one", "two")]
     adapters = _adapters(given, runs / "base", "base")

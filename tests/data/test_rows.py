@@ -114,7 +114,7 @@ def test_a_run_that_asks_for_more_than_the_epochs_is_refused(folder, tmp_path):
         **{"data.path": str(folder / "abc"), "data.seq_len": 24, "data.epochs": 1},
         **{"model.embed": 16, "model.layers": 1, "model.heads": 2, "model.mlp": 16},
         **{"train.global_batch": 8, "train.sample_tokens": 0, "mesh.simulate": None},
-        **{"optim.warmup_steps": 1},
+        **{"optim.warmup_steps": 1, "train.eval_batches": 1},
     }
     cfg = load_config("laptop").replace(values)
     count = batches(cfg.data, 8).count

@@ -488,7 +488,8 @@ ON_A_MESH = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", audit_but(("gqa",), ON_A_MESH))
+@pytest.mark.audit  # test_replicas and test_rollouts have engines of several devices in `make test`
+@pytest.mark.parametrize("kind", ON_A_MESH)
 def test_eight_devices_give_the_tokens_of_one(kind):
     sizes = ["model.layers=1", "model.embed=64", "model.heads=16", "model.mlp=64", "model.vocab=48"]
     cfg = mt.load_config("laptop", [*sizes, *ON_A_MESH[kind]]).model

@@ -84,6 +84,7 @@ def check_equal(got, want):
                 assert abs(one.logprob - two.logprob) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", audit_but(["gqa"], ["gqa", "nf4", "deltanet"]))
 def test_a_mixed_batch_is_what_merged_models_answer(kind):
     cfg, base, adapters, merged = setting(kind)

@@ -122,8 +122,9 @@ def test_it_equals_the_reference_in_value_and_gradient(
         np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))
 
 
-@pytest.mark.parametrize("switches", audit_but(["all"], dense.SWITCHES))
-@pytest.mark.parametrize("segmented", audit_but([True], [False, True]))
+@pytest.mark.audit  # in `make test` they are drawn above, and two are together below
+@pytest.mark.parametrize("switches", dense.SWITCHES)
+@pytest.mark.parametrize("segmented", [False, True])
 def test_each_switch_is_that_of_the_reference(switches, segmented):
     got, want, plain = with_switches(simulate, flash, dense.SWITCHES[switches], 40, segmented)
     for a, b in zip(got, want, strict=True):

@@ -1,5 +1,6 @@
 """Mixture of experts: routers against an oracle, what is dropped, equality of the two ways, gradients, statistics."""
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -158,9 +159,12 @@ def by_loop(params, x_XD, cfg, keep):
     return y, choice.experts
 
 
-@pytest.mark.parametrize("factor", audit_but([None, 0.6], [None, 0.6, 1.25]))
-@pytest.mark.parametrize("skew", [0.0, 3.0])
-def test_values_gradients_and_counts_are_those_of_a_loop(factor, skew):
+LOOPED = [*itertools.product([None, 0.6, 1.25], [0.0, 3.0])]
+
+
+@pytest.mark.parametrize("case", audit_but([(None, 0.0), (0.6, 3.0)], LOOPED))
+def test_values_gradients_and_counts_are_those_of_a_loop(case):
+    factor, skew = case
     ours = layer(experts=4, capacity_factor=factor)
     # With skew almost all tokens like expert 1 best.
     ours.router.set_value(ours.router.get_value().at[0, 1].add(skew))
@@ -193,7 +197,7 @@ def test_values_gradients_and_counts_are_those_of_a_loop(factor, skew):
         np.testing.assert_allclose(got, want, atol=1e-5 * max(1, np.abs(want).max()))
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(
     k=st.integers(1, 3),
     width=st.sampled_from([8, 96, 128]),

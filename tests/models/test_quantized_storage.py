@@ -135,7 +135,9 @@ VARIANTS = {
 QUICK = [*zip(VARIANTS, ("int8", "nf4", "int4", "fp8"), strict=True)]
 
 
-@pytest.mark.parametrize("case", audit_but(QUICK, [*itertools.product(VARIANTS, STORAGE_PRESETS)]))
+@pytest.mark.parametrize(
+    "case", audit_but(QUICK[1:], [*itertools.product(VARIANTS, STORAGE_PRESETS)])
+)
 def test_a_stored_model_computes_what_its_restored_weights_compute(case):
     more, kind = VARIANTS[case[0]], case[1]
     cfg = ModelConfig.model_validate(SMALL.model_dump() | more | {"storage": STORAGE_PRESETS[kind]})

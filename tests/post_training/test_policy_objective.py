@@ -87,7 +87,7 @@ def by_formula(cfg, state, batch, how):
 @pytest.mark.parametrize(
     ("kind", "how", "mesh"),
     [
-        ("grpo", "token", ()),
+        pytest.param("grpo", "token", (), marks=pytest.mark.audit),
         pytest.param(
             "grpo",
             "sequence",

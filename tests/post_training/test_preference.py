@@ -142,19 +142,16 @@ def run(cfg, mesh, steps=2, last=0):
 FAST = ["optim.learning_rate=3e-3", "optim.warmup_steps=0"]
 
 
-def test_the_reference_is_where_training_starts(tiny):
-    cfg = tiny(*PAIRS, *FAST)
-    found, _ = run(cfg, make_mesh(devices=jax.devices()[:1]))
-    np.testing.assert_allclose(found[0]["loss"], np.log(2), rtol=1e-5)
-    assert found[0]["accuracy"] < 1 and abs(found[0]["margin"]) < 1e-4 < abs(found[1]["margin"])
-
-
 @pytest.mark.parametrize("loss", audit_but(["dpo", "orpo"], LOSSES))
 def test_every_loss_learns_what_the_pairs_ask(tiny, loss):
     beta = {"simpo": 2.0, "orpo": 1.0}.get(loss, 0.1)
     cfg = tiny(*PAIRS, *FAST, f"objective.loss={loss}", f"objective.beta={beta}", "train.steps=40")
     found, held_out = run(cfg, make_mesh(devices=jax.devices()[:1]), steps=40)
     assert found[-1]["loss"] < found[0]["loss"]
+    if loss == "dpo":  # the reference is where training starts
+        np.testing.assert_allclose(found[0]["loss"], np.log(2), rtol=1e-5)
+        assert found[0]["accuracy"] < 1
+        assert abs(found[0]["margin"]) < 1e-4 < abs(found[1]["margin"])
     assert held_out["accuracy"] > 0.9 and held_out["margin"] > 0
 
 
@@ -209,6 +206,7 @@ def pairs_file(path, count, seed=0):
             file.write(json.dumps(pair) + "\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [pytest.param(0, marks=pytest.mark.audit), 4])
 def test_a_run_learns_from_a_file_of_pairs_and_goes_on_after_a_stop(tiny, tmp_path, lora):
     pairs_file(tmp_path / "pairs.jsonl", 200)

@@ -80,6 +80,7 @@ def test_engine_and_trainer_agree_on_what_was_drawn(make, words):
     assert rollouts.about["logp_mismatch_max"] > 1e-2
 
 
+@pytest.mark.audit
 def test_mismatch_of_bfloat16_is_reported(make):
     _, mesh, state, rollouts = make("model.dtype=bfloat16")
     take(mesh, rollouts, state)

@@ -80,7 +80,8 @@ def test_steps_are_those_of_one_device(tiny, layout):
         assert difference < limit, name
 
 
-@pytest.mark.parametrize("layout", audit_but([QUICK], EXPERT_LAYOUTS))
+@pytest.mark.audit  # test_comms has another model with experts on this layout in `make test`
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_simulated_devices_send_what_the_formula_says(layout):
     found = audited(*SMALL, *EXPERT_LAYOUTS[layout].split())
     assert found.differences() == {} and found.notes == []

@@ -72,6 +72,7 @@ def test_jax_alone_goes_through_the_host():
         jax.device_put(old, layout(*LAYOUTS["four others"])[0])
 
 
+@pytest.mark.audit  # in `make test`, test_rollouts has a trainer and an engine that divide the weights in two ways
 def test_four_devices_train_and_four_others_answer(tiny):
     """One process has both meshes. The answers after each step are those of an engine on one device."""
     cfg = tiny(

@@ -127,14 +127,14 @@ def test_another_base_is_refused(runs, tiny, tmp_path):
     with pytest.raises(UserError, match="is not a run directory: put it back"):
         run_dir.load_run(_at(tmp_path / "tuned", cfg))
     theirs = run_dir.read_config(runs[0] / "base")
-    other = {"run.dir": str(tmp_path), "train.seed": 7}
-    run.train(theirs.replace(other), QUIET)
+    run.train(
+        theirs.replace({"run.dir": str(tmp_path), "train.seed": 7, "train.save_every": 2}), QUIET
+    )
     for call in (lambda: run.train(cfg, QUIET), lambda: run_dir.load_run(tmp_path / "tuned")):
         with pytest.raises(UserError, match="another step 3 than") as error:
             call()
         assert "\n" not in str(error.value)
-    shutil.rmtree(tmp_path / "base")
-    run.train(theirs.replace(other | {"train.steps": 2}), QUIET)
+    shutil.rmtree(tmp_path / "base" / "checkpoints" / "3")
     with pytest.raises(UserError, match="belong to step 3 of"):
         run.train(cfg, QUIET)
     (tmp_path / "tuned" / base.NAME).write_text("{}")

@@ -149,6 +149,7 @@ def test_a_finished_run_says_so_and_stays_as_it_is(whole, tiny):
     assert curve(directory) == before
 
 
+@pytest.mark.audit  # in `make test`, test_equality has such layouts, and test_job a whole run
 def test_simulated_devices_train_alike(whole, tiny, tmp_path):
     """The run's mesh takes all eight devices; one device gives the same losses but for rounding."""
     cfg = quick(tiny, tmp_path, "mesh.fsdp=4", "mesh.data=2", "train.steps=2")

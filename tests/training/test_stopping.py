@@ -15,7 +15,6 @@ from minitext.checkpoint.checkpointer import Checkpointer
 from minitext.distributed.launch.local import environment_of, free_port
 from minitext.observability.metrics import read_metrics
 from minitext.training.stopping import SLACK, Interrupted, Stopper
-from tests.conftest import QUICK_FLAGS
 
 TINY = [
     "model.layers=1", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.mlp=64", "data.seq_len=32",
@@ -97,29 +96,15 @@ def test_the_exit_codes_tell_the_signals_apart():
     assert "minitext train config=runs/a/config.yml" in str(Interrupted(3, "runs/a"))
 
 
-@pytest.mark.slow
-def test_sigterm_saves_and_exits_0(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "minitext",
-        "train",
-        *TINY,
-        f"run.dir={tmp_path}",
-        "run.name=a",
-    ]
-    env = os.environ | {
-        "PYTHONPATH": str(Path(__file__).parents[2]), "COLUMNS": "300", "XLA_FLAGS": QUICK_FLAGS,
-    }  # fmt: skip
-    run = tmp_path / "a"
-    process = subprocess.Popen(
-        [*command, "train.steps=1000000"], env=env, text=True, stderr=subprocess.PIPE
-    )
-    while process.poll() is None and not read_metrics(run):
+def test_sigterm_saves_and_exits_0(server, tmp_path):
+    command = ["train", *TINY, f"run.dir={tmp_path}", "run.name=a", "train.steps=1000000"]
+    run, output = tmp_path / "a", tmp_path / "output"
+    pid = server.start(*command, output=output)
+    while Path(f"/proc/{pid}").exists() and not read_metrics(run):
         time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    _, printed = process.communicate(timeout=60)
-    assert process.returncode == 0, printed
+    os.kill(pid, signal.SIGTERM)
+    code, printed = server.wait(), output.read_text()
+    assert code == 0, printed
     (step,) = Checkpointer(run / "checkpoints").steps()
     assert f"stopped after step {step} and saved; resume with: minitext train config=" in printed
     assert [line["step"] for line in read_metrics(run)] == list(range(1, step + 1))
