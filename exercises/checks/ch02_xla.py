@@ -132,7 +132,17 @@ backend_config={{"known_trip_count":{{"n":"{outer}"}}}}
 """
 
 
-def right_bytes(text, *, once=set, loops=True, loop_itself=False, free=hlo.FREE, calls=True):
+def right_bytes(
+    text,
+    *,
+    once=set,
+    loops=int,
+    loop_itself=False,
+    free=hlo.FREE,
+    calls=True,
+    also=(),
+):
+    """The bytes, or wrong ones: `loops` makes a number of trips of the digits in a note."""
     computations, entry = hlo.computations(text)
 
     def count(name):
@@ -143,22 +153,40 @@ def right_bytes(text, *, once=set, loops=True, loop_itself=False, free=hlo.FREE,
                 role = "body" if i.opcode == "while" else "to_apply"
                 inner = count(re.search(rf"\b{role}=%([\w.\-]+)", i.line)[1])
                 found = TRIPS.search(i.line)
-                runs = int(found[1]) if found and loops else 1
+                runs = loops(found[1]) if found else 1
                 read, written = read + runs * inner[0], written + runs * inner[1]
                 if loop_itself and i.opcode == "while":
                     read, written = read + i.bytes, written + i.bytes
             elif i.opcode not in free:
                 read += sum(size[operand] for operand in once(i.operands))
                 written += i.bytes
+            for other in re.findall(rf"\b(?:{'|'.join(also)})=%([\w.\-]+)", i.line) if also else ():
+                inner = count(other)
+                read, written = read + inner[0], written + inner[1]
         return read, written
 
     return count(entry)
 
 
+def bytes_by_mistake(text):
+    """What wrong counts give, with what to say."""
+    wrong = {
+        "you count the instructions inside a fusion as well": right_bytes(text, also=["calls"]),
+        "you count a loop's condition as well": right_bytes(text, also=["condition"]),
+        "you count each loop one trip short": right_bytes(text, loops=lambda n: int(n) - 1),
+        "you read only the first digit of a loop's trips": right_bytes(
+            text, loops=lambda n: int(n[0])
+        ),
+        "you count a loop's body once": right_bytes(text, loops=lambda n: 1),
+    }
+    return {text: list(moved) for text, moved in wrong.items()}
+
+
 def counts_bytes(t, fn, text, why):
     got = fn(text)
     t.equal(len(got), 2, why="how many numbers are returned")
-    t.equal([int(n) for n in got], list(right_bytes(text)), why=f"bytes read and written by {why}")
+    t.equal([int(n) for n in got], list(right_bytes(text)),
+            why=f"bytes read and written by {why}", mistakes=bytes_by_mistake(text))  # fmt: skip
     t.equal([type(n).__name__ for n in got], ["int", "int"], why="the types of the two numbers")
 
 
@@ -234,7 +262,7 @@ def named_twice(text):
     "You count a loop's body once. The line of the `while` says how many trips it makes."
 )
 def body_once(text):
-    return right_bytes(text, loops=False)
+    return right_bytes(text, loops=lambda n: 1)
 
 
 @count_bytes.mutant(

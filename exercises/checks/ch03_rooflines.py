@@ -71,6 +71,8 @@ def wrong_flops(got, want, subscripts, shapes):
                 return f"; as if {letter} were no loop{both}"
             if got * factor == want * size != want * factor:
                 return f"; as if {letter} were two loops{both}"
+        if size and got == want - want // (2 * size) != want:
+            return f"; a sum of {size} terms has {2 * size} FLOPs here, not {2 * size - 1}"
     return ""
 
 
@@ -83,6 +85,8 @@ def wrong_bytes(got, subscripts, shapes, dtype, result_dtype):
         return "; you count numbers, not bytes"
     if got == 8 * (read + written) > 0:
         return "; these are bits"
+    if got == 8 * read + written:
+        return "; the operands' are bits"
     for name, size in (("left operand", left), ("right operand", right), ("result", written)):
         if abs(got - read - written) == size > 0:
             return f"; too {'many' if got > read + written else 'few'} by the {name}'s"
@@ -708,6 +712,22 @@ def none_without_weights(D, F, peak, bandwidth, activation_bytes, weight_bytes):
     return right_batch(D, F, peak, bandwidth, activation_bytes, weight_bytes)
 
 
+@crossover.mutant(
+    "Where the coefficient of B isn't positive, you still divide by it, or return 1. More batch never helps "
+    "there: return None."
+)
+def divides_by_a_negative_gain(D, F, peak, bandwidth, activation_bytes, weight_bytes):
+    right = with_gain(lambda D, F, p, b, a: 2 * D * F * b - p * a * (D + F))
+    found = right(D, F, peak, bandwidth, activation_bytes, weight_bytes)
+    return 1 if found is None else found
+
+
+@crossover.mutant("Your weights have whole bytes. They may have half a byte each: don't round.")
+def whole_bytes(D, F, peak, bandwidth, activation_bytes, weight_bytes):
+    right = with_gain(lambda D, F, p, b, a: 2 * D * F * b - p * a * (D + F))
+    return right(D, F, peak, bandwidth, activation_bytes, int(weight_bytes))
+
+
 @crossover.mutant("You return a float, or a Fraction. The batch is a Python int.")
 def as_a_float(D, F, peak, bandwidth, activation_bytes, weight_bytes):
     found = right_batch(D, F, peak, bandwidth, activation_bytes, weight_bytes)
@@ -1088,12 +1108,13 @@ def sizes(t, count, low=2, high=30):
     return (int(n) for n in t.rng.integers(low, high, count))
 
 
-def counts(t, fn, want, why, f, *args):
+def counts(t, fn, want, why, f, *args, mistakes=None):
     got = fn(jax.make_jaxpr(f)(*args))
     about = ""
     if got and want:
         about = f"; that is {Fraction(operator.index(got), want)} of it"
-    t.equal(str(operator.index(got)), str(want), why=f"FLOPs of {why}{about}")
+    wrong = {text: str(flops) for text, flops in (mistakes or {}).items()}
+    t.equal(str(operator.index(got)), str(want), why=f"FLOPs of {why}{about}", mistakes=wrong)
     t.equal(type(got).__name__, "int", why="the type of the answer")
 
 
@@ -1108,6 +1129,11 @@ def _(fn, t):
         jnp.matmul,
         spec(B, D),
         spec(D, F),
+        mistakes={
+            "you look up the contracted axes of one operand in the other": 2 * B * F * B,
+            "you multiply the sizes of both operands": 2 * B * D * D * F,
+            "you count only the entries of the result": 2 * B * F,
+        },
     )
     two = lambda x, w: jnp.tanh(x @ w) @ w.T  # noqa: E731
     counts(t, fn, 4 * B * D * F, "two products", two, spec(B, D), spec(D, F))
@@ -1122,7 +1148,13 @@ def _(fn, t):
         scores = lambda q, k: jnp.einsum("BTNH,BSNH->BNTS", q, k)  # noqa: E731
         counts(t, fn, 2 * B * T * S * N * H, "BTNH,BSNH->BNTS", scores, *args)
     out = lambda y, w: jnp.einsum("BTNH,NHS->BTS", y, w)  # noqa: E731
-    counts(t, fn, 2 * B * T * S * N * H, "BTNH,NHS->BTS", out, spec(B, T, N, H), spec(N, H, S))
+    wrong = {
+        "you add the sizes of two contracted dimensions: multiply them": 2 * B * T * S * (N + H),
+        "you count one contracted dimension of two": 2 * B * T * S * N,
+        "you count one contracted dimension of the two": 2 * B * T * S * H,
+    }
+    args = spec(B, T, N, H), spec(N, H, S)
+    counts(t, fn, 2 * B * T * S * N * H, "BTNH,NHS->BTS", out, *args, mistakes=wrong)
     counts(t, fn, 2 * T, "a row by a column", jnp.matmul, spec(1, T), spec(T, 1))
     counts(t, fn, 0, "an empty batch", jnp.matmul, spec(0, T), spec(T, S))
     counts(t, fn, 0, "a sum of no terms", jnp.matmul, spec(S, 0), spec(0, T))
@@ -1145,7 +1177,9 @@ def stack(x, w_LDD):
 @count_scan.check("a scan")
 def _(fn, t):
     B, D, L = sizes(t, 3)
-    counts(t, fn, L * 2 * B * D * D, f"a scan of {L} layers", stack, spec(B, D), spec(L, D, D))
+    wrong = {"you add the length to the body's FLOPs: multiply": L + 2 * B * D * D}
+    args = spec(B, D), spec(L, D, D)
+    counts(t, fn, L * 2 * B * D * D, f"a scan of {L} layers", stack, *args, mistakes=wrong)
     both = lambda x, w: stack(x, w) @ w[0]  # noqa: E731
     counts(t, fn, (L + 1) * 2 * B * D * D, f"{L} layers and one", both, spec(B, D), spec(L, D, D))
     counts(t, fn, 0, "a scan of no layers", stack, spec(B, D), spec(0, D, D))

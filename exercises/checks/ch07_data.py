@@ -1159,7 +1159,7 @@ def rows_told(got, rows, seed, first):
         return ""
     strange = next((row for row in got if row not in range(rows)), None)
     if strange is not None:
-        return f"; {strange} is none of the rows 0 ... {rows - 1}"
+        return f"; {strange!r} is none of the rows 0 ... {rows - 1}"
     off = int(np.flatnonzero(want != np.array(got))[0])
     epoch, index = divmod(first + off, rows)
     begins = off - index

@@ -173,9 +173,14 @@ def test_a_failed_comparison_says_it():
             "missing: '300'; too many: 'x'",
         ),
         (
-            ["b", "a"],
-            ["a", "b"],
-            "at [0]: got 'b', want 'a'; got ['b', 'a'], want ['a', 'b']; "
+            (5, "a"),
+            ("a", 5),
+            "at [0]: got 5, want 'a'; got (5, 'a'), want ('a', 5); the two are swapped",
+        ),
+        (
+            ["b", "a", "c"],
+            ["a", "b", "c"],
+            "at [0]: got 'b', want 'a'; got ['b', 'a', 'c'], want ['a', 'b', 'c']; "
             "the entries are the right ones, in another order",
         ),
         (

@@ -210,6 +210,8 @@ def _apart(got: list, want: list) -> str:
 
 def _list_likeness(got: Any, want: Any) -> str:
     """What two lists have in common, if they are lists of numbers or of strings."""
+    if len(got) == len(want) == 2 and unequal(got[::-1], want) is None:
+        return "the two are swapped"
     try:
         g, w = wide(plain(got)), wide(plain(want))
     except Failure:
