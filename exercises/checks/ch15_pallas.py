@@ -1071,14 +1071,14 @@ order = Exercise(
     minutes=40,
     points=20,
     statement="""
-In `listed_sums`, each result block is a sum of blocks of x, and the list says in which order they are added. In what
-order are the fewest blocks loaded?
+In `listed_sums`, each block of the result is a sum of blocks of x, and a list says in which order they are added. In
+what order are the fewest blocks loaded?
 
 Write `order_steps(wanted_RK)`, which returns `(loads, steps)`. `wanted_RK` is an array of booleans: block r of the
 result is the sum of those blocks k of x for which `wanted_RK[r, k]` is true.
 
-- `steps` is a list of tuples `(r, k, adds)`. Such a step has block r of the result and block k of x. It adds x's block
-  to the result's if `adds` is true, and otherwise only sets the result's block to 0 if this is its first step.
+- `steps` is a list of tuples `(r, k, adds)`. Such a step has block r of the result and block k of x. If it's the first
+  one of block r, it sets that to 0. Then, if `adds` is true, it adds block k to it.
 - Each wanted pair has exactly one step, which adds.
 - A block of the result that wants nothing still has to be set to 0. It has exactly one step, which adds nothing, with
   any block of x. There are no other steps.
@@ -1269,8 +1269,8 @@ def fault_of(steps, wanted, count):
             return "a step adds a block that isn't wanted", seen
         if set(blocks) - {k for k, _ in mine}:
             return "a wanted block has no step", seen
-        if set(blocks) - set(added):
-            return "the step of a wanted block doesn't add", seen
+        if idle := len(set(blocks) - set(added)):
+            return f"wanted blocks whose step doesn't add: {idle}", seen
         if len(set(added)) < len(added):
             return "a wanted block is added twice", seen
         more = len(mine) - max(1, len(blocks))
@@ -1653,6 +1653,12 @@ mistaken(
     changed_steps(
         lambda steps, wanted: [(r, wanted[r].index(k) if adds else k, adds) for r, k, adds in steps]
     ),
+)
+mistaken(
+    order,
+    "adds_nowhere",
+    "`adds` is true where a block of the result wants nothing, and false elsewhere. It's the other way round.",
+    changed_steps(lambda steps, wanted: [(r, k, not adds) for r, k, adds in steps]),
 )
 mistaken(
     order,
