@@ -1215,13 +1215,13 @@ def of_lists(lists, blocks):
 
 
 def renumbered(t, lists, blocks):
-    """The lists with the blocks' numbers drawn anew."""
+    """The lists with the blocks' numbers drawn again."""
     number = t.rng.permutation(blocks)
     return of_lists([[int(number[k]) for k in wanted] for wanted in lists], blocks)
 
 
 def both_ways(t, lists, blocks):
-    """The lists from the front and from the back, each with numbers drawn anew, and with these in reverse."""
+    """The lists from the front and from the back, each with numbers drawn again, and with these in reverse."""
     table = renumbered(t, lists, blocks)
     return [table, table[:, ::-1], table[::-1], table[::-1, ::-1]]
 
@@ -1555,7 +1555,7 @@ mistaken(
 mistaken(
     order,
     "nothing_wanted_breaks",
-    "You start anew after a block of the result that wants nothing. Its step can keep the block "
+    "You start over after a block of the result that wants nothing. Its step can keep the block "
     "of x that is there, and the next may begin with it.",
     order_with(crosses=False),
 )
