@@ -85,3 +85,19 @@ def take_rows(table_VD, ids_T):
     """
     # YOUR CODE HERE
     raise NotImplementedError("15.gather")
+
+
+# EXERCISE 15.order
+def order_steps(wanted_RK):
+    """Order the steps of a list so that the fewest blocks of x are loaded.
+
+    Args:
+      wanted_RK: bool [R, K]; block r of the result is the sum of the blocks k
+        of x for which it is true. Both sizes are at least 1.
+
+    Returns:
+      (loads, steps): how many blocks of x the steps load, the fewest possible,
+      and a list of tuples (r, k, adds), in order.
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("15.order")

@@ -78,3 +78,25 @@ def group_means(x_MN, group_sizes_G, tile=8):
     """
     # YOUR CODE HERE
     raise NotImplementedError("19.empty_groups")
+
+
+# EXERCISE 19.share
+def share_steps(group_sizes_G, rows, tile, steps, programs):
+    """Share the steps of all groups' tiles equally between programs.
+
+    Args:
+      group_sizes_G: int32 [G], rows of each group, in all at most `rows`;
+        groups may be empty.
+      rows: rows of the matrix; this and the following are Python ints.
+      tile: rows of a tile.
+      steps: steps along K that each tile needs.
+      programs: how many programs run at the same time.
+
+    Returns:
+      (pieces, first): a dictionary of int32 arrays of length
+      V = (rows + G * (tile - 1)) // tile + programs - 1, with the keys
+      "group", "row", "rows", "begin", "end" and "slot", and an int32 array
+      [programs + 1]: program p has the pieces first[p] to first[p + 1] - 1.
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("19.share")

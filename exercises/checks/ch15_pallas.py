@@ -1060,3 +1060,763 @@ mistaken(
     "block is eight rows.",
     take_rows_with(whole=True),
 )
+
+
+# -------------------------------------------------------------------------------------- order
+
+order = Exercise(
+    "15.order",
+    title="Steps in the best order",
+    function="order_steps",
+    minutes=40,
+    points=20,
+    statement="""
+In `listed_sums`, each block of the result is a sum of blocks of x, and a list says in which order they are added. In
+what order are the fewest blocks loaded?
+
+Write `order_steps(wanted_RK)`, which returns `(loads, steps)`. `wanted_RK` is an array of booleans: block r of the
+result is the sum of those blocks k of x for which `wanted_RK[r, k]` is true.
+
+- `steps` is a list of tuples `(r, k, adds)`. Such a step has block r of the result and block k of x. If it's the first
+  one of block r, it sets that to 0. Then, if `adds` is true, it adds block k to it.
+- Each wanted pair has exactly one step, which adds.
+- A block of the result that wants nothing still has to be set to 0. It has exactly one step, which adds nothing, with
+  any block of x. There are no other steps.
+- Blocks of the result come in the order 0, 1, 2 and so on, all the steps of one before those of the next. Within a
+  block of the result, the order is yours.
+- A block of x is loaded at the first step, and at every step whose block isn't that of the step before, whether the
+  step adds or not. `loads` is how many are loaded by your steps, and no list that keeps these rules loads fewer. If
+  several lists load equally few, return any of them.
+- There is at least one block of the result and one of x. A hundred blocks of the result that want ten each take at most
+  a few seconds.
+""",
+    hints=(
+        "Where can a load be saved at all? Draw three blocks of the result that want x's blocks 0 "
+        "and 1, 1 and 2, and 1 and 3. How many loads can you save, and what prevents another?",
+        "Only the first and the last step of a block of the result matter. Suppose you know, for "
+        "each block of x that could come last in result block r, the fewest loads up to there. "
+        "How do you get the same for r + 1?",
+        "Keep a dictionary from the last block of x to `(loads, steps)`. For each `last` of the "
+        "next result block, try every `first` that isn't `last` (unless there is only one): if "
+        "`first` is in the dictionary, it saves a load. A result block that wants nothing changes "
+        "no `last`.",
+    ),
+)  # fmt: skip
+
+
+def wanted_lists(wanted):
+    return [np.flatnonzero(row).tolist() for row in np.asarray(wanted)]
+
+
+def loads_of(steps):
+    return changes([k for _, k, _ in steps])
+
+
+def arranged(ends, wanted, empty="repeat", start="next"):
+    """Steps with the given first and last block of each result block that wants several."""
+    steps = []
+    for r, (blocks, (first, last)) in enumerate(zip(wanted, ends, strict=True)):
+        if not blocks:
+            before = steps[-1][1] if steps else None
+            steps.append((r, before if empty == "repeat" else 0, False))
+            continue
+        middle = [k for k in blocks if k not in (first, last)]
+        row = [first, *middle, last] if len(blocks) > 1 else [first]
+        steps += [(r, k, True) for k in row]
+    known = next((k for _, k, _ in steps if k is not None), 0) if start == "next" else 0
+    return [(r, known if k is None else k, adds) for r, k, adds in steps]
+
+
+def best_ends(wanted, *, crosses=True, single=True, both=False):
+    """The first and last block of each result block, by the best way to every last block.
+
+    With a mistake that is asked for: no saving across result blocks that want nothing, none by one that wants a single
+    block, or one block of x as first and last of several.
+    """
+    best = {None: (0, [])}  # {last: (saved, ends)}
+    for blocks in wanted:
+        if not blocks:
+            kept = [(saved, [*ends, (None, None)]) for saved, ends in best.values()]
+            anew = {None: max(kept, key=lambda pair: pair[0])}
+            best = dict(zip(best, kept, strict=True)) if crosses else anew
+            continue
+        after = {}
+        for last in blocks:
+            firsts = blocks if both else [k for k in blocks if k != last] or [last]
+            anywhere = max(best.values(), key=lambda pair: pair[0])
+            ways = [(anywhere[0], anywhere[1], firsts[0])]
+            for k in firsts:
+                if k in best and (single or len(blocks) > 1):
+                    ways.append((best[k][0] + 1, best[k][1], k))
+            saved, ends, first = max(ways, key=lambda way: way[0])
+            after[last] = saved, [*ends, (first, last)]
+        best = after
+    return max(best.values(), key=lambda pair: pair[0])[1]
+
+
+def right_steps(wanted_RK):
+    wanted = wanted_lists(wanted_RK)
+    return arranged(best_ends(wanted), wanted)
+
+
+def by_number(wanted_RK):
+    wanted = wanted_lists(wanted_RK)
+    return arranged([(min(b), max(b)) if b else (None, None) for b in wanted], wanted)
+
+
+def there_and_back(wanted_RK):
+    """Every second result block in descending order."""
+    wanted = wanted_lists(wanted_RK)
+    ends = [(min(b), max(b))[:: -1 if r % 2 else 1] if b else () for r, b in enumerate(wanted)]
+    return arranged([pair or (None, None) for pair in ends], wanted)
+
+
+def one_by_one(wanted_RK, ahead=0, choose=min):
+    """Shares a block with the next result block wherever that's possible, from the front.
+
+    It takes the lowest (or what `choose` says), but with `ahead` rather one that isn't the only one the next two share.
+    """
+    wanted = [blocks for blocks in wanted_lists(wanted_RK) if blocks]
+    firsts, lasts = [None] * len(wanted), [None] * len(wanted)
+    for r in range(len(wanted) - 1):
+        shared = set(wanted[r]) & set(wanted[r + 1])
+        if len(wanted[r]) > 1:
+            shared -= {firsts[r]}
+        if not shared:
+            continue
+        later = set(wanted[r + 1]) & set(wanted[r + 2]) if ahead and r + 2 < len(wanted) else set()
+        good = shared - later if len(later) == 1 and len(wanted[r + 1]) > 1 else shared
+        firsts[r + 1] = lasts[r] = choose(good or shared)
+    ends = []
+    for first, last, blocks in zip(firsts, lasts, wanted, strict=True):
+        if len(blocks) == 1:
+            first = last = blocks[0]
+        first = min(k for k in blocks if k != last or len(blocks) == 1) if first is None else first
+        last = max(k for k in blocks if k != first or len(blocks) == 1) if last is None else last
+        ends.append((first, last))
+    left = iter(ends)
+    everything = wanted_lists(wanted_RK)
+    return arranged([next(left) if b else (None, None) for b in everything], everything)
+
+
+def draw_table(t, rows, blocks, most=4):
+    """Each block of the result wants one to `most` blocks of x."""
+    table = np.zeros((rows, blocks), bool)
+    for row in table:
+        row[t.rng.choice(blocks, int(t.rng.integers(1, most + 1)), replace=False)] = True
+    return table
+
+
+def of_lists(lists, blocks):
+    table = np.zeros((len(lists), blocks), bool)
+    for row, wanted in zip(table, lists, strict=True):
+        row[list(wanted)] = True
+    return table
+
+
+def renumbered(t, lists, blocks):
+    """The lists with the blocks' numbers drawn again."""
+    number = t.rng.permutation(blocks)
+    return of_lists([[int(number[k]) for k in wanted] for wanted in lists], blocks)
+
+
+def both_ways(t, lists, blocks):
+    """The lists from the front and from the back, each with numbers drawn again, and with these in reverse."""
+    table = renumbered(t, lists, blocks)
+    return [table, table[:, ::-1], table[::-1], table[::-1, ::-1]]
+
+
+def tables_where(t, wrong, count=3, rows=7, blocks=6, most=3):
+    """Tables for which a wrong rule loads more than it need."""
+    found = []
+    for _ in range(5000):
+        table = draw_table(t, rows, blocks, most)
+        if loads_of(wrong(table)) > loads_of(right_steps(table)):
+            found.append(table)
+        if len(found) == count:
+            return found
+    raise AssertionError("no table found")
+
+
+def fault_of(steps, wanted, count):
+    """What is wrong with a list of steps, in words without numbers, and the details; or two empty strings."""
+    rows = [r for r, _, _ in steps]
+    for r, k, _ in steps:
+        if not 0 <= r < len(wanted):
+            return (
+                "a step has a block of the result that there isn't",
+                f"block {r} of {len(wanted)}",
+            )
+        if not 0 <= k < count:
+            return "a step has a block of x that there isn't", f"block {k} of {count}"
+    missing = sorted(set(range(len(wanted))) - set(rows))
+    if missing:
+        r = missing[0]
+        nothing = "" if wanted[r] else " that wants nothing"
+        return f"a block of the result{nothing} has no step", f"block {r}"
+    if len(list(itertools.groupby(rows))) > len(wanted):
+        return "the steps of a block of the result don't follow one another", f"they are {rows}"
+    if rows != sorted(rows):
+        return (
+            "the blocks of the result don't come in the order 0, 1, 2 and so on",
+            f"they are {rows}",
+        )
+    for r, blocks in enumerate(wanted):
+        mine = [(k, adds) for row, k, adds in steps if row == r]
+        added = [k for k, adds in mine if adds]
+        seen = f"block {r} of the result wants {blocks} and its steps (k, adds) are {mine}"
+        if set(added) - set(blocks):
+            return "a step adds a block that isn't wanted", seen
+        if set(blocks) - {k for k, _ in mine}:
+            return "a wanted block has no step", seen
+        if idle := len(set(blocks) - set(added)):
+            return f"wanted blocks whose step doesn't add: {idle}", seen
+        if len(set(added)) < len(added):
+            return "a wanted block is added twice", seen
+        more = len(mine) - max(1, len(blocks))
+        if more:
+            return f"steps that add nothing and aren't needed: {more}", seen
+    return "", ""
+
+
+def explained(steps, wanted, best):
+    """Why a list loads too much, for a message."""
+    text = f"your steps load {loads_of(steps)} blocks, and {best} are enough"
+    if len(wanted) < 9:
+        text += f"; the blocks of the result want {wanted}"
+        text += f", and your steps have the blocks of x {[k for _, k, _ in steps]}"
+    begins, at = {}, {}  # the first step of each block of the result; what was there before
+    for s, (r, _, _) in enumerate(steps):
+        begins.setdefault(r, s)
+        at.setdefault(r, steps[s - 1][1] if s else None)
+    full = [r for r, blocks in enumerate(wanted) if blocks]
+    for r, blocks in enumerate(wanted):
+        if not blocks and r and steps[begins[r]][1] != at[r]:
+            return (
+                f"{text}. A block of x is loaded for block {r} of the result, which wants nothing"
+            )
+    for a, b in itertools.pairwise(full):
+        both = sorted(set(wanted[a]) & set(wanted[b]))
+        first = steps[begins[b]][1]
+        if both and first != at[b]:
+            text += f". Blocks {a} and {b} of the result both want {both}, but {a} ends with {at[b]} and {b} begins "
+            begun = steps[begins[a]][1]
+            taken = f": block {begun} is what {a} begins with" if both == [begun] != [at[b]] else ""
+            return f"{text}with {first}{taken}"
+    return text
+
+
+def order_is_best(t, fn, tables):
+    """All lists first, so that a mistake shows in several values at once."""
+    got = [fn(table.copy()) for table in tables]
+    for pair in got:
+        t.true(
+            isinstance(pair, (tuple, list)) and len(pair) == 2,
+            "it doesn't return two values, `loads` and `steps`",
+        )
+        t.true(np.ndim(pair[0]) == 0, "`loads`, the first value, isn't a number")
+    for _, steps in got:
+        t.true(
+            isinstance(steps, (tuple, list)), "`steps`, the second value, isn't a list", "a list"
+        )
+        off = [step for step in steps if np.shape(step) != (3,)]
+        t.true(
+            not off, f"a step isn't a tuple (r, k, adds): {off[:1]}", [np.shape(s) for s in off[:1]]
+        )
+        off = [step for step in steps if None in tuple(step)]
+        t.true(not off, f"a step has None in it: {off[:1]}", "None")
+    lists = [wanted_lists(table) for table in tables]
+    steps = [[(int(r), int(k), bool(adds)) for r, k, adds in pair[1]] for pair in got]
+    faults = [fault_of(s, w, x.shape[1]) for s, w, x in zip(steps, lists, tables, strict=True)]
+    kinds = [kind for kind, _ in faults]
+    bad = next(((kind, seen) for kind, seen in faults if kind), ("", ""))
+    t.true(not bad[0], f"{bad[0]}: {bad[1]}", "; ".join(kinds))
+    want = [loads_of(right_steps(table)) for table in tables]
+    made = [loads_of(s) for s in steps]
+    worse = next((i for i, (m, w) in enumerate(zip(made, want, strict=True)) if m > w), None)
+    why = "" if worse is None else explained(steps[worse], lists[worse], want[worse])
+    t.true(worse is None, why, made)
+    said = [int(pair[0]) for pair in got]
+    wrong = next((i for i, (a, b) in enumerate(zip(said, made, strict=True)) if a != b), 0)
+    why = f"`loads`, for steps with the blocks of x {[k for _, k, _ in steps[wrong]][:40]}"
+    t.equal(said, made, why=why)
+
+
+@order.check("one block of the result")
+def _(fn, t):
+    order_is_best(t, fn, [draw_table(t, 1, 7) for _ in range(3)])
+
+
+@order.check("two that want no block in common")
+def _(fn, t):
+    order_is_best(t, fn, [renumbered(t, [[0, 1], [2, 3, 4]], 6), renumbered(t, [[0], [1]], 2)])
+
+
+@order.check("two that want a block in common")
+def _(fn, t):
+    tables = [[0, 1, 2], [2, 3]], [[0, 1], [1, 0]], [[0, 1, 2, 3], [1, 4, 5]]
+    order_is_best(t, fn, [renumbered(t, lists, 7) for lists in tables])
+
+
+@order.check("one that wants a single block, between two others")
+def _(fn, t):
+    tables = [[0, 1], [1], [1, 2]], [[0, 1, 2], [2], [2], [2, 3]], [[1], [1], [1]]
+    order_is_best(t, fn, [renumbered(t, lists, 5) for lists in tables])
+
+
+@order.check("one block that three want")
+def _(fn, t):
+    tables = [[0, 1], [1, 2], [1, 3]], [[0, 1, 2], [2, 3], [2, 4, 5], [2, 6]]
+    order_is_best(t, fn, [renumbered(t, lists, 8) for lists in tables])
+
+
+@order.check("the blocks of causal attention")
+def _(fn, t):
+    order_is_best(t, fn, [np.tri(int(n), dtype=bool) for n in (4, t.rng.integers(5, 9))])
+
+
+@order.check("all blocks wanted")
+def _(fn, t):
+    order_is_best(t, fn, [np.ones((4, 3), bool), np.ones((3, int(t.rng.integers(4, 8))), bool)])
+
+
+@order.check("where the order of the numbers loads more")
+def _(fn, t):
+    order_is_best(t, fn, tables_where(t, by_number) + tables_where(t, there_and_back))
+
+
+@order.check("where the first block in common is the wrong one")
+def _(fn, t):
+    order_is_best(t, fn, both_ways(t, [[0, 1, 2], [1, 2, 3], [1, 4]], 6))
+
+
+@order.check("where looking one ahead isn't enough")
+def _(fn, t):
+    order_is_best(t, fn, both_ways(t, [[0, 1, 2], [1, 2, 3, 4], [1, 3, 5], [3, 6]], 8))
+
+
+@order.check("nothing wanted")
+def _(fn, t):
+    order_is_best(t, fn, [np.zeros((1, 3), bool), np.zeros((4, 5), bool)])
+
+
+@order.check("one that wants nothing, between two others")
+def _(fn, t):
+    tables = [[0, 1, 2], [], [3, 4]], [[0, 1, 2], [], [2, 3]], [[1, 2], [], [], [2, 1, 3]]
+    order_is_best(t, fn, [renumbered(t, lists, 6) for lists in tables])
+
+
+@order.check("the first or the last wants nothing")
+def _(fn, t):
+    tables = [[], [], [4, 5], [5, 1]], [[1, 3], [3, 4], []], [[], [2], []]
+    order_is_best(t, fn, [renumbered(t, lists, 7) for lists in tables])
+
+
+@order.check("random tables, with some that want nothing")
+def _(fn, t):
+    tables = [draw_table(t, 12, 6, 3) for _ in range(5)]
+    for table in tables:
+        table[t.rng.choice(12, 3, replace=False)] = False
+    order_is_best(t, fn, tables)
+
+
+@order.check("a large table")
+def _(fn, t):
+    order_is_best(t, fn, [t.rng.random((100, 40)) < 0.2])
+
+
+def answer_of(steps):
+    return loads_of(steps), steps
+
+
+def order_with(*, empty="repeat", start="next", **mistake):
+    def fn(wanted_RK):
+        wanted = wanted_lists(wanted_RK)
+        return answer_of(arranged(best_ends(wanted, **mistake), wanted, empty, start))
+
+    return fn
+
+
+def told_by(count):
+    """The right steps, with another number of loads."""
+
+    def fn(wanted_RK):
+        steps = right_steps(wanted_RK)
+        return count(steps, wanted_lists(wanted_RK)), steps
+
+    return fn
+
+
+def changed_steps(change):
+    """The right steps, changed, with the loads that they then have."""
+
+    def fn(wanted_RK):
+        return answer_of(change(right_steps(wanted_RK), wanted_lists(wanted_RK)))
+
+    return fn
+
+
+mistaken(
+    order,
+    "in_numerical_order",
+    "You go through the blocks of x by their numbers in every block of the result. Then the last "
+    "of one is seldom the first of the next, though both may want the same.",
+    lambda wanted_RK: answer_of(by_number(wanted_RK)),
+)
+mistaken(
+    order,
+    "snake",
+    "You go up and down through the blocks in turns. That saves a load only where the highest or "
+    "the lowest block is wanted by both. Any block that two results want can be the last of one "
+    "and the first of the other.",
+    lambda wanted_RK: answer_of(there_and_back(wanted_RK)),
+)
+mistaken(
+    order,
+    "lowest_in_common",
+    "You go from the front and let two blocks of the result share the first block of x that both "
+    "want. It may be the only one that the second shares with the third, and it can't be both "
+    "first and last.",
+    lambda wanted_RK: answer_of(one_by_one(wanted_RK)),
+)
+mistaken(
+    order,
+    "highest_in_common",
+    "You go from the front and let two blocks of the result share the last block of x that both "
+    "want. It may be the only one that the second shares with the third, and it can't be both "
+    "first and last.",
+    lambda wanted_RK: answer_of(one_by_one(wanted_RK, choose=max)),
+)
+mistaken(
+    order,
+    "one_ahead",
+    "You settle pair by pair what two blocks of the result share, and look one ahead at most. What you keep free "
+    "there may itself have to be kept free for the next. Don't choose yet: keep the best way to *every* last block.",
+    lambda wanted_RK: answer_of(one_by_one(wanted_RK, ahead=1)),
+)
+
+
+@order.mutant(
+    "You choose from the back, one pair at a time. From either end, a choice can take the block "
+    "that the next pair needs."
+)
+def from_the_back(wanted_RK):
+    turned = one_by_one(np.asarray(wanted_RK)[::-1])
+    last = len(wanted_RK) - 1
+    return answer_of([(last - r, k, adds) for r, k, adds in reversed(turned)])
+
+
+@order.mutant(
+    "You put the block first that most blocks of the result want. What counts is only what the "
+    "one before ends with."
+)
+def most_wanted_first(wanted_RK):
+    wanted = wanted_lists(wanted_RK)
+    often = np.asarray(wanted_RK).sum(axis=0)
+    ranked = [sorted(blocks, key=lambda k: -often[k]) for blocks in wanted]
+    ends = [(blocks[0], blocks[-1]) if blocks else (None, None) for blocks in ranked]
+    return answer_of(arranged(ends, wanted))
+
+
+@order.mutant(
+    "Each block of the result begins with what the one before ends with, if it wants it, but you "
+    "leave it to chance what comes last. Choose the last one for the sake of the next."
+)
+def only_the_first_chosen(wanted_RK):
+    steps = []
+    for r, blocks in enumerate(wanted_lists(wanted_RK)):
+        before = steps[-1][1] if steps else None
+        row = sorted(blocks, key=lambda k: k != before)
+        steps += [(r, k, True) for k in row] or [(r, before, False)]
+    known = next((k for _, k, _ in steps if k is not None), 0)
+    return answer_of([(r, known if k is None else k, adds) for r, k, adds in steps])
+
+
+@order.mutant(
+    "You pair blocks of the result: 0 with 1, 2 with 3 and so on, and save nothing between the "
+    "pairs. One that has several blocks of x can share its first with the one before and its last "
+    "with the one after."
+)
+def in_pairs(wanted_RK):
+    wanted = wanted_lists(wanted_RK)
+    ends = []
+    for a in range(0, len(wanted), 2):
+        ends += best_ends(wanted[a : a + 2])
+    return answer_of(arranged(ends, wanted))
+
+
+mistaken(
+    order,
+    "single_blocks_break",
+    "A block of the result that wants a single block of x saves nothing in your list. Its one "
+    "block is both its first and its last, so it can pass on what it found.",
+    order_with(single=False),
+)
+mistaken(
+    order,
+    "nothing_wanted_breaks",
+    "You start over after a block of the result that wants nothing. Its step can keep the block "
+    "of x that is there, and the next may begin with it.",
+    order_with(crosses=False),
+)
+mistaken(
+    order,
+    "block_0_if_nothing_wanted",
+    "The step of a block of the result that wants nothing has block 0 of x, which may have to be "
+    "loaded for it. Let it keep the block that is there.",
+    order_with(empty="zero"),
+)
+mistaken(
+    order,
+    "block_0_at_the_start",
+    "The first blocks of the result want nothing, and you load block 0 of x for them. The first "
+    "step loads a block in any case: let it be the one that is wanted next.",
+    order_with(start="zero"),
+)
+
+
+@order.mutant(
+    "A block of the result that wants nothing has no step in your list. Then nothing sets it to "
+    "0, and it holds what was in memory before."
+)
+def nothing_wanted_left_out(wanted_RK):
+    return answer_of([step for step in right_steps(wanted_RK) if step[2]])
+
+
+mistaken(
+    order,
+    "nothing_wanted_added",
+    "The step of a block of the result that wants nothing adds the block of x that it has. `adds` "
+    "must be false there.",
+    changed_steps(lambda steps, wanted: [(r, k, True) for r, k, _ in steps]),
+)
+mistaken(
+    order,
+    "all_blocks_visited",
+    "You have a step for every pair, and those that aren't wanted add nothing. But a step loads "
+    "its block whether it adds or not. Unwanted pairs have no step.",
+    lambda wanted_RK: answer_of(
+        [(r, k, bool(adds)) for r, row in enumerate(wanted_RK) for k, adds in enumerate(row)]
+    ),
+)
+
+
+@order.mutant(
+    "You leave out the step of a block of x that is still there from the step before. It needs no "
+    "load, but without a step it isn't added to this block of the result."
+)
+def shared_step_left_out(wanted_RK):
+    steps = right_steps(wanted_RK)
+    kept = [b for a, b in itertools.pairwise(steps) if a[1] != b[1] or not b[2]]
+    return answer_of([steps[0], *kept])
+
+
+mistaken(
+    order,
+    "by_blocks_of_x",
+    "You go through the blocks of x, and through the results that want each. Each is loaded once, "
+    "but a result's block is then left and visited again, and section 3 showed that its sum is "
+    "lost.",
+    changed_steps(lambda steps, wanted: sorted(steps, key=lambda step: step[1])),
+)
+
+
+@order.mutant(
+    "You change the order of the blocks of the result to save more. They have to come as 0, 1, 2 "
+    "and so on."
+)
+def results_reordered(wanted_RK):
+    wanted = wanted_lists(wanted_RK)
+    rest, chosen = list(range(len(wanted))), [0]
+    rest.remove(0)
+    while rest:
+        have = set(wanted[chosen[-1]])
+        chosen.append(max(rest, key=lambda r: len(have & set(wanted[r]))))
+        rest.remove(chosen[-1])
+    steps = right_steps(np.asarray(wanted_RK)[chosen])
+    return answer_of([(chosen[r], k, adds) for r, k, adds in steps])
+
+
+mistaken(
+    order,
+    "pairs_swapped",
+    "Your tuples have the block of x first, or you read `wanted_RK` with its axes swapped. Tuples "
+    "are `(r, k, adds)`, and a row of the array belongs to a block of the result.",
+    lambda wanted_RK: (answer_of(right_steps(wanted_RK))[0],
+                       [(k, r, adds) for r, k, adds in right_steps(wanted_RK)]),
+)  # fmt: skip
+mistaken(
+    order,
+    "numbers_within_the_wanted",
+    "Your k counts within the blocks that are wanted. It is the block's number in x, the column "
+    "of `wanted_RK`.",
+    changed_steps(
+        lambda steps, wanted: [(r, wanted[r].index(k) if adds else k, adds) for r, k, adds in steps]
+    ),
+)
+mistaken(
+    order,
+    "adds_nowhere",
+    "`adds` is true where a block of the result wants nothing, and false elsewhere. It's the other way round.",
+    changed_steps(lambda steps, wanted: [(r, k, not adds) for r, k, adds in steps]),
+)
+mistaken(
+    order,
+    "adds_from_the_second_step",
+    "`adds` is false at the first step of each block of the result. That step sets the block to 0 "
+    "by itself and then has to add what is wanted, like all the others.",
+    changed_steps(
+        lambda steps, wanted: [
+            (r, k, adds and s > 0 and steps[s - 1][0] == r) for s, (r, k, adds) in enumerate(steps)
+        ]
+    ),
+)
+mistaken(
+    order,
+    "first_load_forgotten",
+    "You count only changes of the block. The first step loads one as well.",
+    told_by(lambda steps, wanted: loads_of(steps) - 1),
+)
+mistaken(
+    order,
+    "every_step_a_load",
+    "You count a load for every step. A step whose block of x is the one of the step before loads "
+    "nothing.",
+    told_by(lambda steps, wanted: len(steps)),
+)
+mistaken(
+    order,
+    "every_block_once",
+    "You count each block of x once, as if it stayed for good. It's there only until a step has "
+    "another block, and after that it has to be loaded again.",
+    told_by(lambda steps, wanted: len({k for _, k, _ in steps})),
+)
+mistaken(
+    order,
+    "wanted_pairs_counted",
+    "You count a load for each step that adds. What matters is whether the block changes: a step "
+    "that adds may find its block there.",
+    told_by(lambda steps, wanted: sum(adds for _, _, adds in steps)),
+)
+mistaken(
+    order,
+    "saved_wherever_in_common",
+    "You count a saved load wherever two neighbours want a block in common. One block of x can't "
+    "be both the first and the last of a result block that wants several, so some of these "
+    "savings exclude each other.",
+    told_by(
+        lambda steps, wanted: (
+            sum(map(len, wanted))
+            - sum(bool(set(a) & set(b)) for a, b in itertools.pairwise(wanted))
+        )
+    ),
+)
+mistaken(
+    order,
+    "all_in_common_saved",
+    "You save a load for each block of x that two neighbours have in common. Only one block is "
+    "there when the next result block begins, so at most one load is saved between two.",
+    told_by(
+        lambda steps, wanted: (
+            sum(map(len, wanted)) - sum(len(set(a) & set(b)) for a, b in itertools.pairwise(wanted))
+        )
+    ),
+)
+mistaken(
+    order,
+    "values_swapped",
+    "You return the steps first. It's `(loads, steps)`.",
+    lambda wanted_RK: answer_of(right_steps(wanted_RK))[::-1],
+)
+mistaken(
+    order,
+    "only_the_steps",
+    "You return the steps alone. Return `(loads, steps)`.",
+    right_steps,
+)
+mistaken(
+    order,
+    "nothing_wanted_not_foreseen",
+    "You take the first or the last of an empty list. A block of the result may want nothing.",
+    lambda wanted_RK: (
+        [blocks[0] for blocks in wanted_lists(wanted_RK)] and answer_of(right_steps(wanted_RK))
+    ),
+)
+
+
+@order.mutant(
+    "You look for a first block that isn't the last, and there is none where a block of the "
+    "result wants a single one. There the two are the same."
+)
+def single_block_not_foreseen(wanted_RK):
+    for blocks in wanted_lists(wanted_RK):
+        for last in blocks:
+            min(k for k in blocks if k != last)
+    return answer_of(right_steps(wanted_RK))
+
+
+@order.mutant(
+    "You let one block of x be both the first and the last step of a result block that wants "
+    "several, and count it as there twice. It has a single step, so it's one or the other."
+)
+def first_is_last(wanted_RK):
+    wanted = wanted_lists(wanted_RK)
+    ends = best_ends(wanted, both=True)
+    steps = arranged(ends, wanted)
+    once = [step for i, step in enumerate(steps) if step not in steps[:i]]
+    full = [pair for pair in ends if pair[0] is not None]
+    saved = sum(a[1] == b[0] for a, b in itertools.pairwise(full))
+    return max(1, sum(map(len, wanted)) - saved), once
+
+
+def start_changed(wanted_RK, known):
+    """The right steps, but those before any block is wanted have another block of x."""
+    loads, steps = answer_of(right_steps(wanted_RK))
+    begin = next((s for s, step in enumerate(steps) if step[2]), len(steps))
+    return loads, [(r, known, False) for r, _, _ in steps[:begin]] + steps[begin:]
+
+
+mistaken(
+    order,
+    "none_at_the_start",
+    "A step at the start, before anything is wanted, has None as its block of x. It has to have a "
+    "block, and it loads one.",
+    partial(start_changed, known=None),
+)
+mistaken(
+    order,
+    "minus_one_at_the_start",
+    "A step at the start, before anything is wanted, has block -1 of x. It has to have a block "
+    "that there is, and it loads one.",
+    partial(start_changed, known=-1),
+)
+mistaken(
+    order,
+    "no_flag",
+    "Your steps are pairs. Each is a tuple `(r, k, adds)`; the third entry says whether the step "
+    "adds.",
+    lambda wanted_RK: (
+        loads_of(right_steps(wanted_RK)), [(r, k) for r, k, _ in right_steps(wanted_RK)],
+    ),
+)  # fmt: skip
+mistaken(
+    order,
+    "no_load_if_nothing_wanted",
+    "You return no loads where nothing is wanted at all. Those steps have a block of x too, and "
+    "the first one loads it.",
+    told_by(lambda steps, wanted: loads_of(steps) if any(wanted) else 0),
+)
+mistaken(
+    order,
+    "a_load_if_nothing_wanted",
+    "You count a load for each step that adds nothing. It loads only if its block isn't that of "
+    "the step before.",
+    told_by(lambda steps, wanted: loads_of(steps) + sum(not adds for *_, adds in steps)),
+)
+mistaken(
+    order,
+    "a_step_at_the_end",
+    "You add a step at the end that isn't needed. Each wanted pair has one step, and each block "
+    "of the result that wants nothing has one. There are no others.",
+    changed_steps(lambda steps, wanted: [*steps, (*steps[-1][:2], False)]),
+)

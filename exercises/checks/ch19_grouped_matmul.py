@@ -956,3 +956,751 @@ mistaken(
     "bounds, so mask there.",
     clears_outside_means,
 )
+
+
+# -------------------------------------------------------------------------------------- share
+
+share = Exercise(
+    "19.share",
+    title="Equal work for every program",
+    function="share_steps",
+    minutes=40,
+    points=20,
+    statement="""
+On a GPU, each group is cut into its own tiles, and each tile needs a number of steps along K. Programs run at the same
+time, and the slowest decides. With five tiles for four programs, one program has two tiles and the others wait. Share
+the *steps* instead of the tiles: every program gets equally many, and where a tile is shared, each program's partial
+sum is stored, and they are added afterwards.
+
+Write `share_steps(group_sizes_G, rows, tile, steps, programs)`, which returns `(pieces, first)`, the work of every
+program as arrays of fixed length.
+
+- From its first row, each group is cut into tiles of `tile` rows. Its last tile may have fewer. The matrix's rows may
+  go on after those of the last group; they have no tile. Each tile needs `steps` steps, however many rows it has.
+- Put all tiles' steps on one line, tile by tile in the order of the rows. If there are S steps, program p has those
+  from `p * S // programs` to `(p + 1) * S // programs` (without the last).
+- A **piece** is what one program has of one tile. Pieces come in the order of the line. Program p has the pieces
+  `first[p]` to `first[p + 1]` (without the last), and a program without steps has none. `first` has `programs + 1`
+  entries.
+- `pieces` has six arrays. For each piece, `"group"` is its tile's group; `"row"`, the tile's first row in the matrix,
+  and `"rows"`, how many rows it has; `"begin"` and `"end"`, which of the tile's steps are in the piece, from 0 to
+  `steps` (without `end`).
+- `"slot"` is -1 for a piece with all the steps of its tile. The others are numbered 0, 1, 2 and so on in the order of
+  the line: that's where they store their partial sums.
+- All arrays are int32. Those of `pieces` have the length `V = (rows + G * (tile - 1)) // tile + programs - 1`, which
+  suffices for any sizes. Entries that aren't pieces may hold anything.
+- It works under `jax.jit` with sizes that are data, one trace for all sizes. There is at least one row, group, step and
+  program. Numbers up to `programs * S` fit into int32.
+""",
+    hints=(
+        "Begin with less. What would the list be if the whole line were one program's? And which "
+        "exercise of this chapter cut rows that are in groups of any size into tiles of a fixed "
+        "size?",
+        "On the line, the programs' shares are like the groups of `19.group_metadata`, and "
+        "`steps` is like its `tile`: a piece is a visit of a program to a tile. The tiles' groups "
+        "and rows come from a second list of the same kind, in which each group has `ceil(size / "
+        "tile)` tiles.",
+        "`bounds = jnp.arange(programs + 1) * S // programs`. A program with steps has `ceil(end "
+        "/ steps) - start // steps` pieces; `first` is their cumulative sum after a 0. From the "
+        "number of a piece find its program as you found a visit's group, then its tile on the "
+        "line, and clip the share to the tile for `begin` and `end`.",
+    ),
+)  # fmt: skip
+
+PIECE = "group", "row", "rows", "begin", "end", "slot"
+
+
+def pieces_by_hand(sizes, tile, steps, programs):
+    """For each program a list of dictionaries, by loops."""
+    tiles, row = [], 0
+    for group, size in enumerate(np.asarray(sizes).tolist()):
+        tiles += [(group, row + at, min(tile, size - at)) for at in range(0, size, tile)]
+        row += size
+    total, slot, work = steps * len(tiles), 0, []
+    for p in range(programs):
+        at, last, mine = p * total // programs, (p + 1) * total // programs, []
+        while at < last:
+            number, begin = divmod(at, steps)
+            end = min(steps, begin + last - at)
+            whole = end - begin == steps
+            values = *tiles[number], begin, end, -1 if whole else slot
+            mine.append(dict(zip(PIECE, values, strict=True)))
+            slot += not whole
+            at += end - begin
+        work.append(mine)
+    return work
+
+
+def shares(t, fn, sizes, rows, tile, steps, programs):
+    """Compares the pieces of an answer with those made by hand; returns the answer's, as NumPy arrays."""
+    sizes = np.asarray(sizes, np.int32)
+    what = f"sizes {sizes.tolist()}, tiles of {tile}, {steps} steps, {programs} programs"
+    got = fn(jnp.asarray(sizes), rows, tile, steps, programs)
+    t.true(
+        isinstance(got, (tuple, list)) and len(got) == 2,
+        "it doesn't return two values, `pieces` and `first`",
+    )
+    pieces, first = got
+    t.true(
+        isinstance(pieces, dict),
+        "`pieces`, the first value, isn't a dictionary",
+        isinstance(first, dict),
+    )
+    t.equal(sorted(map(str, pieces)), sorted(PIECE), why="the keys of `pieces`")
+    work = pieces_by_hand(sizes, tile, steps, programs)
+    starts = np.cumsum([0, *map(len, work)])
+    total = steps * sum(-(-int(s) // tile) for s in sizes)
+    bounds = [p * total // programs for p in range(programs + 1)]
+    t.equal(np.shape(first), (programs + 1,), why="the shape of `first`")
+    t.close(
+        first, starts, 0, 0, why=f"`first`, for {what}; the shares on the line end at {bounds[1:]}", dtype=np.int32
+    )  # fmt: skip
+    length = (rows + len(sizes) * (tile - 1)) // tile + programs - 1
+    flat = [piece for mine in work for piece in mine]
+    of = [p for p, mine in enumerate(work) for _ in mine]
+    made = {}
+    for name in PIECE:
+        t.equal(
+            np.shape(pieces[name]), (length,), why=f"the shape of `{name}`; {what}, {rows} rows"
+        )
+        made[name] = np.asarray(pieces[name])[: len(flat)]
+    for name in PIECE:
+        want = np.array([piece[name] for piece in flat], int)
+        off = np.flatnonzero(made[name] != want)
+        why = f"`{name}` of the {len(flat)} pieces, for {what}"
+        if off.size:
+            v = int(off[0])
+            full = ", ".join(f"{key} {flat[v][key]}" for key in PIECE if key != name)
+            why += f". Piece {v} is of program {of[v]}, with {full}"
+        t.close(made[name], want, 0, 0, why=why, dtype=np.int32)
+    return made, starts
+
+
+def drawn(t, groups, rows):
+    """Sizes of groups with rows, which take most of the rows."""
+    cuts = np.sort(t.rng.choice(np.arange(1, rows), groups, replace=False))
+    return np.diff(cuts, prepend=0)
+
+
+# Most checks have four groups, three programs and ten entries, because JAX compiles operations for each shape.
+
+
+@share.check("three full tiles for three programs")
+def _(fn, t):
+    for sizes in ([24, 0, 0, 0], [8, 16, 0, 0], [8, 8, 8, 0]):
+        shares(t, fn, sizes, 40, 8, 5, 3)
+
+
+@share.check("three tiles of any size for three programs")
+def _(fn, t):
+    small = t.rng.integers(1, 8, 3)
+    for sizes in ([8 + small[0], small[1], 0, 0], [*small, 0], [16 + small[2], 0, 0, 0]):
+        shares(t, fn, sizes, 40, 8, 5, 3)
+
+
+@share.check("groups without rows before others")
+def _(fn, t):
+    size = t.rng.integers(1, 8)
+    for sizes in ([0, 8 + size, 0, 6], [0, 0, 16 + size, 0], [0, size, 16, 0]):
+        shares(t, fn, sizes, 40, 8, 5, 3)
+
+
+@share.check("one tile for three programs")
+def _(fn, t):
+    shares(t, fn, [t.rng.integers(1, 9), 0, 0, 0], 40, 8, 5, 3)
+    shares(t, fn, [0, 0, t.rng.integers(1, 5), 0], 20, 4, 7, 3)
+
+
+@share.check("five tiles for three programs")
+def _(fn, t):
+    shares(t, fn, [40, 0, 0, 0], 40, 8, 5, 3)
+    shares(t, fn, [20, 0, 0, 0], 20, 4, 7, 3)
+
+
+@share.check("groups of any size")
+def _(fn, t):
+    for _ in range(4):
+        shares(t, fn, drawn(t, 4, 40), 40, 8, 5, 3)
+        shares(t, fn, drawn(t, 4, 20), 20, 4, 7, 3)
+
+
+@share.check("groups without rows among others")
+def _(fn, t):
+    for _ in range(3):
+        sizes = drawn(t, 4, 40)
+        sizes[t.rng.choice(4, 2, replace=False)] = 0
+        shares(t, fn, sizes, 40, 8, 5, 3)
+
+
+@share.check("no rows in any group")
+def _(fn, t):
+    shares(t, fn, [0, 0, 0, 0], 40, 8, 5, 3)
+
+
+@share.check("a full list")
+def _(fn, t):
+    # Every group's last tile has one row, and every share ends within a tile.
+    shares(t, fn, t.rng.permutation([17, 9, 9, 1]), 40, 8, 5, 3)
+
+
+@share.check("other numbers of groups and programs")
+def _(fn, t):
+    shares(t, fn, [19], 24, 8, 3, 1)
+    for _ in range(2):
+        shares(t, fn, drawn(t, 6, 60), 60, 4, 7, 5)
+
+
+@share.check("more programs than steps")
+def _(fn, t):
+    shares(t, fn, [3, 0, 0, 0], 40, 8, 2, 3)
+    for sizes in ([0, 3, 0, 0, 0, 0], [0, 0, 2, 0, 1, 0]):
+        shares(t, fn, sizes, 60, 4, 2, 5)
+    shares(t, fn, [0, 0, 0, 0, 4, 3], 60, 4, 1, 5)
+
+
+@share.check("very many steps")
+def _(fn, t):
+    for _ in range(3):
+        shares(t, fn, drawn(t, 4, 40), 40, 8, int(t.rng.integers(6e7, 8e7)), 3)
+
+
+@share.check("one trace for all sizes")
+def _(fn, t):
+    traced = t.traces(lambda sizes: fn(sizes, 40, 8, 5, 3))
+    for sizes in ([40, 0, 0, 0], [0, 9, 1, 12], [3, 3, 3, 3]):
+        shares(t, lambda sizes, *_: traced(sizes), sizes, 40, 8, 5, 3)
+    t.equal(traced.count, 1, why="how often it was traced for three sizes")
+
+
+@share.check("the product, from pieces in any order")
+def _(fn, t):
+    sizes, rows, tile, steps, programs = drawn(t, 4, 40), 40, 8, 5, 3
+    made, first = shares(t, fn, sizes, rows, tile, steps, programs)
+    x, w = numbers(t, rows, 4 * steps), numbers(t, 4, 4 * steps, 6)
+    got, partial_sums = np.full((rows, 6), np.nan), {}
+    for p in t.rng.permutation(programs):
+        for v in range(first[p], first[p + 1]):
+            mine = {name: int(made[name][v]) for name in PIECE}
+            of_rows = slice(mine["row"], mine["row"] + mine["rows"])
+            of_K = slice(4 * mine["begin"], 4 * mine["end"])
+            product = x[of_rows, of_K] @ w[mine["group"], of_K]
+            if mine["slot"] < 0:
+                got[of_rows] = product
+            else:
+                partial_sums[mine["slot"]] = of_rows, product
+    for slot in sorted(partial_sums):
+        of_rows, product = partial_sums[slot]
+        got[of_rows] = np.nan_to_num(got[of_rows]) + product
+    own = owners(sizes, rows)
+    want = np.stack([x[i] @ w[g] if g >= 0 else np.full(6, np.nan) for i, g in enumerate(own)])
+    t.close(got, want, 1e-4, 1e-4, why="the product of every group, added up from the pieces")
+
+
+def shared(
+    sizes, rows, tile, steps, programs, *, tiles="own", bounds="equal", ends="up", empty=True, group="right",
+    row="matrix", height="edge", begin=True, end=True, numbers="tile", slot="parts", length="most", first="all",
+    dtype=np.int32, late=False, numpy=False,
+):  # fmt: skip
+    """The solution with a mistake that is asked for; in NumPy, which is faster, unless it is traced."""
+    xp = np if numpy or not isinstance(sizes, jax.core.Tracer) else jnp
+    sizes = xp.asarray(np.asarray(sizes) if xp is np else sizes)
+    G = len(sizes)
+    lengths = {
+        "most": (rows + G * (tile - 1)) // tile + programs - 1,
+        "visits": -(-rows // tile) + G - 1 + programs - 1,
+        "tiles": (rows + G * (tile - 1)) // tile,
+        "rows": -(-rows // tile) + programs - 1,
+    }
+    most = lengths[length]
+    lasts = xp.cumsum(sizes)
+    begins = lasts - sizes
+    counts = -(-sizes // tile)
+    if tiles == "down":
+        counts = sizes // tile
+    elif tiles == "one more":
+        counts = sizes // tile + 1
+    elif tiles == "visits":  # tiles of the matrix, one for each group that has rows in it
+        counts = xp.where(sizes > 0, -(-lasts // tile) - begins // tile, 0)
+    through = xp.cumsum(counts)
+    all_tiles = through[-1]
+    if tiles == "unowned":
+        all_tiles = all_tiles + -(-(rows - lasts[-1]) // tile)
+    total = steps * all_tiles
+    if tiles == "padded":
+        total = steps * -(-rows // tile)
+    elif tiles == "most":
+        total = steps * lengths["tiles"] + 0 * lasts[0]
+    p = xp.arange(programs + 1)
+    cuts = {
+        "equal": lambda: p * total // programs,
+        "tiles": lambda: p * all_tiles // programs * steps,
+        "up": lambda: xp.minimum(p * -(-total // programs), total),
+        "down": lambda: xp.where(p == programs, total, p * (total // programs)),
+        "first": lambda: p * (total // programs) + xp.minimum(p, total % programs),
+        "round": lambda: (2 * p * total + programs) // (2 * programs),
+        "tiles not steps": lambda: p * all_tiles // programs,
+    }[bounds]()
+    starts, stops = cuts[:-1], cuts[1:]
+    past = -(-stops // steps) if ends == "up" else stops // steps + 1
+    visits = past - starts // steps
+    if ends == "length":
+        visits = -(-(stops - starts) // steps)
+    elif ends == "length and one":
+        visits = (stops - starts) // steps + 1
+    if empty:
+        visits = xp.where(stops > starts, visits, 0)
+    firsts = xp.concatenate([xp.zeros(1, xp.int32), xp.cumsum(visits)])
+    piece = xp.arange(most)
+    begun = piece[:, None] > firsts[1:] if late else piece[:, None] >= firsts[1:]
+    program = xp.minimum(xp.sum(begun, axis=1), programs - 1)
+    number = starts[program] // steps + piece - firsts[program]
+    at_begin, at_end = starts[program] - number * steps, stops[program] - number * steps
+    at_begin = xp.maximum(at_begin, 0) if begin else at_begin
+    at_end = xp.minimum(at_end, steps) if end else at_end
+    over = number[:, None] > through if group == "left" else number[:, None] >= through
+    of = xp.minimum(xp.sum(over, axis=1), G - 1)
+    if group == "program":
+        of = xp.minimum(program, G - 1)
+    inside = number - (through - counts)[of]
+    at_row = {
+        "matrix": lambda: begins[of] + inside * tile,
+        "group": lambda: inside * tile,
+        "padded": lambda: number * tile,
+        "aligned": lambda: begins[of] // tile * tile + inside * tile,
+        "group only": lambda: begins[of],
+        "after": lambda: lasts[of] + inside * tile,
+        "whole number": lambda: begins[of] + number * tile,
+        "number": lambda: number,
+        "end": lambda: lasts[of] - (counts[of] - inside) * tile,
+    }[row]()
+    high = {
+        "edge": lambda: xp.minimum(lasts[of] - at_row, tile),
+        "tile": lambda: 0 * of + tile,
+        "group": lambda: sizes[of],
+        "small": lambda: xp.minimum(sizes[of], tile),
+        "left": lambda: lasts[of] - at_row,
+        "modulo": lambda: xp.where(inside == counts[of] - 1, sizes[of] % tile, tile),
+        "matrix": lambda: xp.minimum(rows - at_row, tile),
+        "end": lambda: xp.minimum(lasts[of], at_row + tile),
+    }[height]()
+    part = (at_end - at_begin < steps) & (piece < firsts[-1])
+    slots = {
+        "parts": lambda: xp.where(part, xp.cumsum(part) - 1, -1),
+        "from one": lambda: xp.where(part, xp.cumsum(part), -1),
+        "minus": lambda: xp.where(part, xp.cumsum(part), -1) - 1,
+        "two each": lambda: xp.where(part, 2 * program + (at_begin == 0), -1),
+        "all": lambda: piece,
+        "program": lambda: xp.where(part, program, -1),
+        "tile": lambda: xp.where(part, number, -1),
+        "piece": lambda: xp.where(part, piece, -1),
+        "within": lambda: xp.where(
+            part, xp.cumsum(part) - 1 - (xp.cumsum(part) - part)[firsts[program] % most], -1
+        ),
+        "not first": lambda: xp.where(part & (at_begin > 0), xp.cumsum(part & (at_begin > 0)) - 1, -1),
+        "not last": lambda: xp.where(part & (at_end < steps), xp.cumsum(part & (at_end < steps)) - 1, -1),
+        "turned": lambda: xp.where(part, -1, xp.cumsum(~part) - 1),
+        "zero": lambda: xp.where(part, xp.cumsum(part), 0),
+    }[slot]()  # fmt: skip
+    if numbers == "line":
+        at_begin, at_end = at_begin + number * steps, at_end + number * steps
+    elif numbers == "last":
+        at_end = at_end - 1
+    elif numbers == "modulo":
+        at_begin, at_end = starts[program] % steps, stops[program] % steps
+    elif numbers == "modulo end":
+        last = piece == firsts[program + 1] - 1
+        at_end = xp.where(last, stops[program] % steps, at_end)
+    elif numbers == "count":
+        at_end = at_end - at_begin
+    elif numbers == "share":
+        at_begin, at_end = (
+            at_begin + number * steps - starts[program],
+            at_end + number * steps - starts[program],
+        )
+    values = of, at_row, high, at_begin, at_end, slots
+    made = {name: x.astype(dtype) for name, x in zip(PIECE, values, strict=True)}
+    heads = {
+        "all": lambda: firsts,
+        "no zero": lambda: firsts[1:],
+        "no end": lambda: firsts[:-1],
+        "counts": lambda: xp.concatenate([visits, xp.zeros(1, xp.int32)]),
+        "bounds": lambda: cuts,
+    }[first]()
+    return made, heads.astype(dtype)
+
+
+def mistaken_share(name, hint, **mistake):
+    mistaken(share, name, hint, lambda *args: shared(*args, **mistake))
+
+
+mistaken_share(
+    "tiles_of_the_matrix",
+    "You cut the whole matrix into tiles, as for the visits on a TPU. Here each group is cut by "
+    "itself, from its own first row.",
+    tiles="visits",
+    row="aligned",
+)
+mistaken_share(
+    "last_tile_forgotten",
+    "A group's last tile is missing if it isn't full. Round up the number of tiles.",
+    tiles="down",
+)
+mistaken_share(
+    "a_tile_too_many",
+    "You give each group one more tile than the full ones. If the tile divides the group's rows, "
+    "that is one too many, and a group without rows has no tile.",
+    tiles="one more",
+)
+mistaken_share(
+    "groups_ignored",
+    "You count the tiles of the matrix's rows, `ceil(rows / tile)`. Each group rounds up by "
+    "itself, and rows after the last group have no tile.",
+    tiles="padded",
+)
+mistaken_share(
+    "unowned_rows_shared",
+    "You share the rows after the last group as well. They have no tile.",
+    tiles="unowned",
+)
+mistaken_share(
+    "whole_tiles",
+    "Your list is as if programs shared whole tiles. Where a share ends within a tile, this "
+    "program has a piece of it, and the next one has another.",
+    bounds="tiles",
+)
+mistaken_share(
+    "shares_rounded_up",
+    "You give each program the number of steps rounded up, so the last ones have fewer or none. "
+    "Program p's share begins at `p * S // programs`.",
+    bounds="up",
+)
+mistaken_share(
+    "shares_rounded_down",
+    "You give each program the number of steps rounded down, and all that is left to the last, "
+    "which then takes longest. Program p's share begins at `p * S // programs`.",
+    bounds="down",
+)
+mistaken_share(
+    "first_ones_get_more",
+    "You give one step more to the first programs, perhaps because you round the beginnings of the shares up. That's "
+    "as fair, but program p's share begins at `p * S // programs`, rounded down.",
+    bounds="first",
+)
+mistaken_share(
+    "shares_rounded",
+    "You round `p * S / programs` to the nearest number (or up). Program p's share begins at that "
+    "number rounded down.",
+    bounds="round",
+)
+mistaken_share(
+    "tiles_for_steps",
+    "You take the number of tiles for the length of the line. Each tile has `steps` steps.",
+    bounds="tiles not steps",
+)
+mistaken_share(
+    "empty_share_visits",
+    "A program without steps has a piece in your list, of the tile in which its empty share "
+    "begins. It has none.",
+    empty=False,
+)
+mistaken_share(
+    "a_piece_too_many",
+    "Where a share ends with a tile, you count a piece of the next tile, of which the program has "
+    "no step.",
+    ends="one more",
+)
+mistaken_share(
+    "begin_below_0",
+    "`begin` is negative where a program began in an earlier tile. Of this tile it has the steps "
+    "from 0.",
+    begin=False,
+)
+mistaken_share(
+    "end_past_the_tile",
+    "`end` is more than `steps` where a program goes on in the next tile. Of this tile it has no "
+    "more than all steps.",
+    end=False,
+)
+mistaken_share(
+    "numbered_on_the_line",
+    "`begin` and `end` count from the beginning of the line. They are steps of the tile, from 0 "
+    "to `steps`.",
+    numbers="line",
+)
+mistaken_share(
+    "numbered_in_the_share",
+    "`begin` and `end` count from the beginning of the program's share. They are steps of the "
+    "tile, from 0 to `steps`.",
+    numbers="share",
+)
+mistaken_share(
+    "end_included",
+    "`end` is your last step. It's the one after it, as in Python's slices.",
+    numbers="last",
+)
+mistaken_share(
+    "end_is_a_count",
+    "`end` is how many steps the piece has. It's the step after the last, counted from the tile's "
+    "first.",
+    numbers="count",
+)
+mistaken_share(
+    "group_too_early",
+    "The first tile of a group goes to the group before. If k tiles belong to the groups up to g, "
+    "tile k is already in the"
+    'next: compare with `>=`, or use `side="right"`.',
+    group="left",
+)
+mistaken_share(
+    "group_of_the_program",
+    "You take the program's number for the group. A program may have tiles of several groups, and "
+    "a group several programs.",
+    group="program",
+)
+mistaken_share(
+    "row_within_the_group",
+    "`row` counts from the group's first row. It's the row in the matrix.",
+    row="group",
+    height="end",
+)
+mistaken_share(
+    "row_as_if_padded",
+    "`row` is the number of the tile times `tile`. The groups' last tiles may have fewer rows, so "
+    "a group's tiles begin where the group does.",
+    row="padded",
+)
+mistaken_share(
+    "row_of_the_group",
+    "`row` is the group's first row for all its tiles. Each tile begins `tile` rows after the one "
+    "before.",
+    row="group only",
+)
+mistaken_share(
+    "row_is_a_tile",
+    "`row` is the number of the tile. It's the tile's first row in the matrix.",
+    row="number",
+)
+mistaken_share(
+    "cut_from_the_end",
+    "You cut groups from their last row backwards. Each group is cut from its first row, so its "
+    "*last* tile may be shorter.",
+    row="end",
+)
+mistaken_share(
+    "rows_always_a_tile",
+    "`rows` is always `tile`. A group's last tile may have fewer, and the rows after it belong to "
+    "another group.",
+    height="tile",
+)
+mistaken_share(
+    "rows_of_the_group",
+    "`rows` is the number of rows of the group. A tile has at most `tile` of them.",
+    height="group",
+)
+mistaken_share(
+    "rows_to_the_end",
+    "`rows` is all that is left of the group. A tile has at most `tile` of them.",
+    height="left",
+)
+mistaken_share(
+    "rows_modulo",
+    "You take `size % tile` for the rows of a group's last tile. That's 0 where the tile divides "
+    "the size.",
+    height="modulo",
+)
+mistaken_share(
+    "rows_of_the_matrix",
+    "You end tiles only at the end of the matrix. A group's last tile ends with the group.",
+    height="matrix",
+)
+mistaken_share(
+    "rows_is_an_end",
+    "`rows` is the row after the tile's last. It's how many rows the tile has.",
+    height="end",
+)
+mistaken_share(
+    "every_piece_a_slot",
+    "Every piece has a slot in your list. One with all the steps of its tile stores the result "
+    "itself: its slot is -1.",
+    slot="all",
+)
+mistaken_share(
+    "slots_from_one",
+    "Your slots begin at 1. The first is 0.",
+    slot="from one",
+)
+mistaken_share(
+    "slot_of_the_program",
+    "You take the program's number for the slot. A program can have two parts of tiles, at the "
+    "beginning and at the end.",
+    slot="program",
+)
+mistaken_share(
+    "slot_of_the_tile",
+    "You take the tile's number for the slot. Then the parts of a tile overwrite each other. "
+    "Number the parts: 0, 1, 2.",
+    slot="tile",
+)
+mistaken_share(
+    "slot_of_the_piece",
+    "You take the piece's number for the slot, so slots of whole tiles stay empty. Count only "
+    "those that are parts.",
+    slot="piece",
+)
+mistaken_share(
+    "slots_in_each_program",
+    "Your slots begin at 0 again in every program. They are numbered on the whole line, or "
+    "programs overwrite each other.",
+    slot="within",
+)
+mistaken_share(
+    "first_part_without_a_slot",
+    "The first part of a shared tile has no slot in your list. Every piece that lacks a step of "
+    "its tile has one.",
+    slot="not first",
+)
+mistaken_share(
+    "last_part_without_a_slot",
+    "The last part of a shared tile has no slot in your list. Every piece that lacks a step of "
+    "its tile has one.",
+    slot="not last",
+)
+mistaken_share(
+    "slots_for_whole_tiles",
+    "You number the whole tiles and give -1 to the parts. It's the other way round.",
+    slot="turned",
+)
+mistaken_share(
+    "slot_0_for_whole_tiles",
+    "A whole tile has slot 0 in your list, like a part. It's -1.",
+    slot="zero",
+)
+mistaken_share(
+    "as_long_as_visits",
+    "Your arrays have the length of a list of visits, `ceil(rows / tile) + G - 1`, and `programs "
+    "- 1` more. The statement's V differs: `(rows + G * (tile - 1)) // tile + programs - 1`.",
+    length="visits",
+)
+mistaken_share(
+    "as_long_as_tiles",
+    "Your arrays are as long as the list of tiles. Each program but the first may begin within a "
+    "tile, which is one piece more: add `programs - 1`.",
+    length="tiles",
+)
+mistaken_share(
+    "too_short_for_edges",
+    "Your arrays have `ceil(rows / tile) + programs - 1` entries. Every group may have a tile "
+    "that isn't full: see V in the statement.",
+    length="rows",
+)
+mistaken_share(
+    "first_without_the_0",
+    "`first` lacks an entry. It has `programs + 1`: 0 at the beginning, and the number of all "
+    "pieces at the end.",
+    first="no zero",
+)
+mistaken_share(
+    "first_not_summed",
+    "`first` is how many pieces each program has. Sum them up, after a 0.",
+    first="counts",
+)
+mistaken_share(
+    "first_on_the_line",
+    "`first` has the steps at which the shares begin. It counts pieces.",
+    first="bounds",
+)
+mistaken_share(
+    "most_tiles_shared",
+    "You share the most tiles that there can be. Share those of these sizes, which are data: the "
+    "last entry of a cumulative sum.",
+    tiles="most",
+)
+mistaken_share(
+    "pieces_by_length",
+    "You take the length of a share, divided by `steps` and rounded up, for its number of pieces. "
+    "A share that begins within a tile can touch one more: it depends on where it begins and "
+    "ends.",
+    ends="length",
+)
+mistaken_share(
+    "pieces_by_length_and_one",
+    "You count `length // steps + 1` pieces for each share. How many tiles a share touches "
+    "depends on where it begins and ends.",
+    ends="length and one",
+)
+mistaken_share(
+    "program_too_early",
+    "The first piece of a program goes to the program before. If program p's pieces end at `first[p + 1]`, that "
+    'piece is the next program\'s: compare with `>=`, or use `side="right"`.',
+    late=True,
+)
+mistaken_share(
+    "row_after_the_group",
+    "You count `row` from the end of the group: a cumulative sum of sizes is where groups end. "
+    "Subtract the group's size.",
+    row="after",
+)
+mistaken_share(
+    "row_by_all_tiles",
+    "You add the tile's number on the line times `tile` to the group's first row. Count the tiles "
+    "within the group.",
+    row="whole number",
+)
+mistaken_share(
+    "rows_of_a_small_group",
+    "`rows` is `tile` or the group's size, whichever is less. A group's last tile has what the "
+    "tiles before it left.",
+    height="small",
+)
+mistaken_share(
+    "begin_and_end_modulo",
+    "You take the ends of the program's share modulo `steps` in all its pieces. That fits only "
+    "the first `begin` and the last `end`, and an `end` at the end of a tile becomes 0.",
+    numbers="modulo",
+)
+mistaken_share(
+    "end_modulo",
+    "`end` is 0 where a share ends together with a tile: a remainder is never `steps` itself.",
+    numbers="modulo end",
+)
+mistaken_share(
+    "two_slots_each",
+    "You give each program two slots, whether it needs them or not. Slots are numbered without "
+    "gaps, in the order of the line.",
+    slot="two each",
+)
+mistaken_share(
+    "slot_of_minus_2",
+    "You subtract 1 from the -1 of whole tiles too. Their slot is -1.",
+    slot="minus",
+)
+mistaken_share(
+    "floating_point",
+    "Your arrays are float32. Sizes and positions are int32: divide with `//`.",
+    dtype=np.float32,
+)
+mistaken(
+    share,
+    "in_python",
+    "You convert sizes to Python numbers or NumPy arrays. Under `jax.jit` they are traced and "
+    "have no values: use jnp.",
+    lambda *args: shared(*args, numpy=True),
+)
+mistaken(
+    share,
+    "values_swapped",
+    "You return `first` first. It's `(pieces, first)`.",
+    lambda *args: shared(*args)[::-1],
+)
+mistaken(
+    share,
+    "only_the_pieces",
+    "You return the pieces alone. Return `(pieces, first)`.",
+    lambda *args: shared(*args)[0],
+)
+mistaken(
+    share,
+    "a_tuple_of_arrays",
+    "Your pieces are a tuple or a list of arrays. They are a dictionary with the six names.",
+    lambda *args: (tuple(shared(*args)[0].values()), shared(*args)[1]),
+)

@@ -194,3 +194,44 @@ def take_rows(table_VD, ids_T):
         out_shape=jax.ShapeDtypeStruct((T, D), jnp.float32),
     )(ids_T, table_VD)
     # END SOLUTION
+
+
+# EXERCISE 15.order
+def order_steps(wanted_RK):
+    """Order the steps of a list so that the fewest blocks of x are loaded.
+
+    Args:
+      wanted_RK: bool [R, K]; block r of the result is the sum of the blocks k
+        of x for which it is true. Both sizes are at least 1.
+
+    Returns:
+      (loads, steps): how many blocks of x the steps load, the fewest possible,
+      and a list of tuples (r, k, adds), in order.
+    """
+    # BEGIN SOLUTION
+    best = {None: (0, [])}  # {last block of x: (loads, steps)}
+    for r, row in enumerate(wanted_RK):
+        blocks = [k for k, wanted in enumerate(row) if wanted]
+        after = {}
+        if not blocks:  # its step keeps the block that is there
+            for last, (loads, steps) in best.items():
+                after[last] = loads, [*steps, (r, last, False)]
+        anywhere = min(best, key=lambda last: best[last][0])
+        for last in blocks:
+            # Only the first block can have been loaded before, and it must be
+            # another than the last, unless it's the only one.
+            firsts = [k for k in blocks if k != last] or [last]
+            ways = [(best[anywhere][0], anywhere, firsts[0])]
+            ways += [(best[k][0] - 1, k, k) for k in firsts if k in best]
+            loads, before, first = min(ways, key=lambda way: way[0])
+            middle = [k for k in firsts if k != first]
+            order = [first, *middle, last][: len(blocks)]
+            steps = best[before][1] + [(r, k, True) for k in order]
+            after[last] = loads + len(blocks), steps
+        best = after
+    loads, steps = min(best.values(), key=lambda way: way[0])
+    # Steps before any block was wanted load what is wanted first.
+    known = next((k for _, k, _ in steps if k is not None), 0)
+    steps = [(r, known if k is None else k, adds) for r, k, adds in steps]
+    return max(loads, 1), steps
+    # END SOLUTION

@@ -227,3 +227,56 @@ def group_means(x_MN, group_sizes_G, tile=8):
     )(*table, x_MN)
     return out_G1N[:, 0]
     # END SOLUTION
+
+
+# EXERCISE 19.share
+def share_steps(group_sizes_G, rows, tile, steps, programs):
+    """Share the steps of all groups' tiles equally between programs.
+
+    Args:
+      group_sizes_G: int32 [G], rows of each group, in all at most `rows`;
+        groups may be empty.
+      rows: rows of the matrix; this and the following are Python ints.
+      tile: rows of a tile.
+      steps: steps along K that each tile needs.
+      programs: how many programs run at the same time.
+
+    Returns:
+      (pieces, first): a dictionary of int32 arrays of length
+      V = (rows + G * (tile - 1)) // tile + programs - 1, with the keys
+      "group", "row", "rows", "begin", "end" and "slot", and an int32 array
+      [programs + 1]: program p has the pieces first[p] to first[p + 1] - 1.
+    """
+    # BEGIN SOLUTION
+    G = group_sizes_G.shape[0]
+    most = (rows + G * (tile - 1)) // tile + programs - 1
+    ends_G = jnp.cumsum(group_sizes_G)
+    tiles_G = -(-group_sizes_G // tile)
+    through_G = jnp.cumsum(tiles_G)
+    # On the line of steps, programs are like groups of rows, and pieces like
+    # visits: a program visits each tile of which it has a step.
+    bounds = jnp.arange(programs + 1) * (steps * through_G[-1]) // programs
+    starts, ends = bounds[:-1], bounds[1:]
+    visits = jnp.where(ends > starts, -(-ends // steps) - starts // steps, 0)
+    first = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(visits)])
+    piece = jnp.arange(most)
+    program = jnp.sum(piece[:, None] >= first[1:], axis=1)
+    program = jnp.minimum(program, programs - 1)
+    number = starts[program] // steps + piece - first[program]
+    begin = jnp.maximum(starts[program] - number * steps, 0)
+    end = jnp.minimum(ends[program] - number * steps, steps)
+    group = jnp.minimum(jnp.sum(number[:, None] >= through_G, axis=1), G - 1)
+    row = (ends_G - group_sizes_G)[group]
+    row += (number - (through_G - tiles_G)[group]) * tile
+    part = end - begin < steps
+    pieces = {
+        "group": group,
+        "row": row,
+        "rows": jnp.minimum(ends_G[group] - row, tile),
+        "begin": begin,
+        "end": end,
+        "slot": jnp.where(part, jnp.cumsum(part) - 1, -1),
+    }
+    int32 = {name: x.astype(jnp.int32) for name, x in pieces.items()}
+    return int32, first.astype(jnp.int32)
+    # END SOLUTION
