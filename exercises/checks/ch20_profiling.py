@@ -336,6 +336,16 @@ def inside_on_any_lane(events, window):
 
 
 @read_trace.mutant(
+    "A name may be on several lanes, and you keep the time of one of them. Add up all its events."
+)
+def one_lane_of_each_name(events, window):
+    own, lanes = {}, sorted({e[0] for e in events})
+    for lane in lanes:
+        own |= right_read([e for e in events if e[0] == lane], window)[0]
+    return own, right_read(events, window)[1]
+
+
+@read_trace.mutant(
     "You take the mean of the lanes' idle shares. A single thread that rarely works would then make any program look "
     "idle: the window is idle only when no lane has an event."
 )

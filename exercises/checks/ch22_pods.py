@@ -889,7 +889,7 @@ BLOCKING = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collect
 def overlap_with(
     *, queue=True, links=True, blocking=True, hides=True, last=False, advance=True, negative=False, own=True,
     late=False, ahead=False, done_takes=0.0, early=False, each=False, start_takes=0.0, own_part=1.0, oldest=False,
-    held=False, kinds=BLOCKING,
+    held=False, kinds=BLOCKING, stops=True,
 ):  # fmt: skip
     """The solution with a mistake that is asked for."""
 
@@ -926,7 +926,7 @@ def overlap_with(
             exposed = exposed if negative else max(0.0, exposed)
             hidden = seconds[start] - own_part * exposed
             waits[start] = (max(0.0, hidden) if own else hidden), exposed
-            clock += exposed if advance else 0.0
+            clock += exposed if advance and (stops or opcode.endswith("-done")) else 0.0
             if held and opcode.endswith("-done"):
                 free["host" if opcode == "copy-done" else "ici"] = clock
         return clock, waits
@@ -966,7 +966,9 @@ def course(schedule, seconds):
         if opcode.endswith("-done") or opcode in BLOCKING:
             start = operands[0] if opcode.endswith("-done") else name
             at, begins, arrives = begun[start]
-            told[start] = f"its start comes at {at:g} s, it begins on its link at {begins:g} s and arrives "
+            told[start] = (
+                f"its start comes at {at:g} s, it begins on its link at {begins:g} s and arrives "
+            )
             told[start] += f"at {arrives:g} s, and the arithmetic needs it at {clock:g} s"
             clock = max(clock, arrives)
         elif not opcode.endswith("-start"):
@@ -1005,6 +1007,9 @@ def walked(t, fn, schedule, seconds, why):
     t.equal(sorted(waits), sorted(right_waits), why=f"{why}: the transfers that are reported")
     # In the order of the schedule: what is wrong first says more than what follows from it.
     names = [name for name, _, _ in schedule if name in right_waits]
+    for name in names:
+        pair = isinstance(waits[name], (tuple, list)) and len(waits[name]) == 2
+        t.true(pair, f"{why}: {name} has {waits[name]!r}, want a pair (hidden, exposed)", "no pair")
     got = np.array([[float(x) for x in waits[name]] for name in names])
     want = np.array([right_waits[name] for name in names])
     t.equal(got.shape, want.shape, why=f"{why}: a pair (hidden, exposed) for each transfer")
@@ -1014,7 +1019,10 @@ def walked(t, fn, schedule, seconds, why):
         text = f"(hidden, exposed) of {names[i]} are ({got[i][0]:g}, {got[i][1]:g})"
         text += f", want ({want[i][0]:g}, {want[i][1]:g}); {off.sum()} of {len(names)} transfers are off"
         (hidden, exposed), took = got[i], seconds.get(names[i], 0.0)
-        if np.isclose(exposed, want[i][1]):
+        times = float(got.sum() / want.sum()) if want.any() else 0.0
+        if np.allclose(got, times * want):
+            text += f"; all pairs are {times:g} times what they should be: times are in seconds"
+        elif np.isclose(exposed, want[i][1]):
             text += f"; the wait is right, and hidden is the rest of the transfer's {took:g} s"
         elif exposed <= took < want[i][1]:
             text += f"; it takes {took:g} s, but the arithmetic also waits while the link carries those before it"
@@ -1278,6 +1286,18 @@ mistaken(
     "clock_stands",
     "You record the wait but don't advance the clock. Time goes on while the arithmetic waits.",
     overlap_with(advance=False),
+)
+mistaken(
+    overlap,
+    "goes_on_beside_one_that_blocks",
+    "You record the wait for a collective that blocks, but your clock doesn't move on by it.",
+    overlap_with(stops=False),
+)
+mistaken(
+    overlap,
+    "waits_twice",
+    "Your total counts the waits twice: the clock has moved on by them already.",
+    lambda *args: (2 * (a := right_overlap(*args))[0] - without_waits(*a)[0], a[1]),
 )
 mistaken(
     overlap,
