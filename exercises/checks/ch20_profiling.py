@@ -78,7 +78,11 @@ def reads(fn, t, events, window, why):
     told = ""
     if isinstance(own, dict):
         missing = [name for name in want if name not in own]
-        t.true(not missing, f"no entry for {missing}, want one for each name: {why}", got)
+        t.true(
+            not missing,
+            f"no entry for {missing}, want one for each name; yours are {list(own)}: {why}",
+            got,
+        )
         if not all(isinstance(n, (int, float)) for n in got):
             told = "; not all of them are numbers"
         elif any(n < 0 for n in got):
@@ -88,13 +92,24 @@ def reads(fn, t, events, window, why):
             told = f"; together they are {abs(more):g} ns too {much}"
         else:
             told = "; together they are right, but some time is under the wrong name"
-    t.equal(
-        got, [want[name] for name in sorted(want)], why=f"own time of {sorted(want)}{told}: {why}"
-    )
+    right = [want[name] for name in sorted(want)]
+    w0, w1 = window
+    only = counted([e for e in events if w0 <= e[2] and e[3] <= w1], window)[0]
+    several = {
+        "Times are in nanoseconds; yours are in microseconds": [ns / 1000 for ns in right],
+        "You return shares of the window, want nanoseconds": [ns / (w1 - w0) for ns in right],
+        "You leave out events that aren't all inside the window; the part inside counts": [
+            only.get(name, 0) for name in sorted(want)
+        ],
+    }
+    t.equal(got, right, why=f"own time of {sorted(want)}{told}: {why}", mistakes=several)
     told = "idle share, the part of the window in which no lane has an event"
     if isinstance(idle, (int, float)) and abs(1 - idle - want_idle) < 1e-9:
         told += "; yours is the busy share"
-    t.close(idle, want_idle, rtol=0, atol=1e-9, why=f"{told}: {why}")
+    length = window[1] - window[0]
+    ns = {"You return nanoseconds: divide by the window's length": want_idle * length}
+    ns["You return the busy nanoseconds"] = (1 - want_idle) * length
+    t.close(idle, want_idle, rtol=0, atol=1e-9, why=f"{told}: {why}", mistakes=ns)
 
 
 @read_trace.check("one after the other on one lane")
@@ -288,6 +303,49 @@ def busy_is_a_sum(events, window):
 
 
 @read_trace.mutant(
+    "You go through the lanes one after another with one stack. What the last lane left open isn't around the events "
+    "of the next: begin each lane with an empty stack."
+)
+def stack_of_the_lane_before(events, window):
+    own, opened = dict.fromkeys((e[1] for e in events), 0), []
+    for _, name, start, stop in sorted(events, key=lambda e: (e[0], e[2], -e[3])):
+        while opened and opened[-1][0] <= start:
+            opened.pop()
+        within = max(0, min(stop, window[1]) - max(start, window[0]))
+        own[name] += within
+        if opened:
+            own[opened[-1][1]] -= within
+        opened.append((stop, name))
+    return own, right_read(events, window)[1]
+
+
+@read_trace.mutant(
+    "You subtract what runs on other lanes at the same time. Only an event of the same lane is inside another."
+)
+def inside_on_any_lane(events, window):
+    own, idle = right_read(events, window)
+    for lane, _, start, stop in events:
+        for other in events:
+            around = [
+                e for e in events if e[0] == other[0] != lane and e[2] <= start and stop <= e[3]
+            ]
+            smallest = min(around, key=lambda e: e[3] - e[2], default=None)
+            if other is smallest:
+                own[other[1]] -= max(0, min(stop, window[1]) - max(start, window[0]))
+    return own, idle
+
+
+@read_trace.mutant(
+    "A name may be on several lanes, and you keep the time of one of them. Add up all its events."
+)
+def one_lane_of_each_name(events, window):
+    own, lanes = {}, sorted({e[0] for e in events})
+    for lane in lanes:
+        own |= right_read([e for e in events if e[0] == lane], window)[0]
+    return own, right_read(events, window)[1]
+
+
+@read_trace.mutant(
     "You take the mean of the lanes' idle shares. A single thread that rarely works would then make any program look "
     "idle: the window is idle only when no lane has an event."
 )
@@ -369,14 +427,14 @@ PEAKS = {"float32": 1.3e13, "bfloat16": 1.1e14, "int8": 2.7e14}
 
 def right_mfu(
     m, rows, seq_len, seconds, peaks, chips, *, attention=0.5, passes=3.0, multiply_add=2, groups=True,
-    matrices=3, output=True, lookup=False, dtype=None, all_chips=True, width=True, both=2,
+    matrices=3, output=True, lookup=False, dtype=None, all_chips=True, width=True, both=2, few_scores=False,
 ):  # fmt: skip
     D, N = m.embed, m.heads
     K = (m.kv_heads or N) if groups else N
     H = (m.head_dim or D // N) if width else D // N
     weights = m.layers * (2 * D * N * H + 2 * D * K * H + matrices * D * m.mlp)
     weights += (output + lookup * (not m.tie_embeddings)) * m.vocab * D
-    keys = m.layers * both * multiply_add * N * H * seq_len * attention
+    keys = m.layers * both * multiply_add * (K if few_scores else N) * H * seq_len * attention
     flops = passes * rows * seq_len * (multiply_add * weights + keys)
     return flops / (seconds * (chips if all_chips else 1) * peaks[dtype or m.dtype])
 
@@ -387,7 +445,21 @@ def measures(fn, t, model, rows, seq_len, why, chips=1, rtol=1e-6, seconds=None)
     args = rows, seq_len, seconds, peaks, chips
     got = fn(model, *args)
     # Relative to the right one: what is off by a factor shows the same factor in every draw.
-    t.close(got / right_mfu(model, *args), 1.0, rtol=rtol, why=f"over the right one: {why}")
+    told = {
+        "You count the rows, and each has seq_len tokens": 1 / seq_len,
+        "You count the tokens of one row": 1 / rows,
+        "You multiply by the seconds": seconds**2,
+        "You don't divide by the seconds": seconds,
+        "You don't divide by the chips": chips,
+        "You return FLOP/s: divide by the peak of all chips": peaks[model.dtype] * chips,
+        "You return FLOPs: divide by the seconds and by the peak of all chips": seconds
+        * peaks[model.dtype]
+        * chips,
+        "You multiply by the chips": chips**2,
+        "You return per cent": 100.0,
+    }
+    right = right_mfu(model, *args)
+    t.close(got / right, 1.0, rtol=rtol, why=f"over the right one: {why}", mistakes=told)
 
 
 @mfu.check("weights, within 1%: rows of 8 tokens")
@@ -438,6 +510,22 @@ def _(fn, t):
 @mfu.check("a step that is too fast to be true")
 def _(fn, t):
     measures(fn, t, drawn_model(t), 1024, 2048, "a step of a microsecond", seconds=1e-6)
+
+
+@mfu.mutant(
+    "You count attention's two products for the key heads alone. Every query head has scores of its own, also where "
+    "several share their keys."
+)
+def scores_of_key_heads(model, rows, seq_len, seconds, peaks, chips):
+    return right_mfu(model, rows, seq_len, seconds, peaks, chips, few_scores=True)
+
+
+@mfu.mutant(
+    "`head_dim` or `kv_heads` is None here, and you compute with it. None means embed / heads, and as many as heads."
+)
+def computes_with_none(model, rows, seq_len, seconds, peaks, chips):
+    model.heads * model.head_dim * model.kv_heads
+    return right_mfu(model, rows, seq_len, seconds, peaks, chips)
 
 
 @mfu.mutant(
@@ -657,15 +745,45 @@ class Ledger:
 def divides(fn, t, ledger, why, lines=None):
     got = fn(ledger.lines() if lines is None else lines)
     want = ledger.shares()
-    t.equal(sorted(got), sorted(want), why="the keys of the result")
+    lacks, more = sorted(set(want) - set(got)), sorted(set(got) - set(want))
+    t.true(
+        not lacks,
+        f"the result lacks {lacks}; each of these has a share, if only 0: {why}",
+        sorted(got),
+    )
+    t.true(
+        not more,
+        f"the result has {more}, which is neither an event nor asked for: {why}",
+        sorted(got),
+    )
     # As a list, so that all shares are seen together.
     kinds = sorted(want)
+    right = np.array([want[k] for k in kinds])
+    begun = min(r["start"] for r in ledger.records)
+    whole = max(r["start"] + r["seconds"] for r in ledger.records) - begun
+    covered = 1 - want["idle"] - want["other"]
+    told = {
+        "You return seconds: divide by the whole time": right * whole,
+        "You return per cent": right * 100,
+        "Your whole time begins at 0: it begins with the first start": right
+        * whole
+        / (whole + begun),
+        "Your whole time lacks what is `idle`": right / (1 - want["idle"]),
+        "Your whole time lacks what is in no event": right / covered,
+        "You count lost steps under `step` too": [
+            want[k] + want["lost"] * (k == "step") for k in kinds
+        ],
+        "You count lost steps under `step`, and not under `lost`": [
+            {"step": want["step"] + want["lost"], "lost": 0.0}.get(k, want[k]) for k in kinds
+        ],
+    }
     t.close(
         [got[k] for k in kinds],
-        [want[k] for k in kinds],
+        right.tolist(),
         rtol=0,
         atol=1e-9,
         why=f"{kinds}; {misplaced(got, want, 'of the whole time')}: {why}",
+        mistakes=told,
     )
 
 
@@ -683,6 +801,9 @@ def misplaced(got, want, unit):
             f"{k!r} has {abs(more[k]):.4g} too {'much' if more[k] > 0 else 'little'}" for k in off
         ]
         whole = f"{sum(float(got[k]) for k in want):.6g}, want {sum(want.values()):.6g}"
+        times = sum(float(got[k]) for k in want) / sum(want.values())
+        if np.allclose([float(got[k]) for k in want], [times * want[k] for k in want]):
+            return f"together they are {whole}, and all are in proportion: you divide by another number, or by none"
         return f"together they are {whole}: {', '.join(told)}"
     return f"together they are right, but {len(off)} of them are not"
 
@@ -801,7 +922,7 @@ def _(fn, t):
 
 
 def right_goodput(
-    lines, *, lost="began", torn="skip", idle=True, whole="all", sweep=True, begins=True, ends="of all"
+    lines, *, lost="began", torn="skip", idle=True, whole="all", sweep=True, begins=True, ends="of all", ordered=True,
 ):  # fmt: skip
     records, job = [], 0
     for line in lines:
@@ -815,7 +936,8 @@ def right_goodput(
             continue
         job += record["event"] == "job_start"
         records.append(record | {"job": job})
-    records.sort(key=lambda r: r["start"])
+    if ordered:
+        records.sort(key=lambda r: r["start"])
     spent = dict.fromkeys([*(r["event"] for r in records), "step", "lost", "idle", "other"], 0.0)
     begun = until = records[0]["start"]
     for r in records:
@@ -852,6 +974,10 @@ def is_lost(step, records, how):
         return any(r["step"] == step["step"] and r["job"] < step["job"] for r in steps)
     if how == "last":
         later = [r for r in later if r["job"] == max(r["job"] for r in steps)]
+    if how == "lower":
+        return any(r["step"] < step["step"] for r in later)
+    if how == "next with a step":
+        later = [r for r in later if r["job"] == min(r["job"] for r in later)]
     if how == "next":
         later = [r for r in later if r["job"] == step["job"] + 1]
     if how in ("unsaved", "killed"):
@@ -889,6 +1015,29 @@ def done_again(lines):
 )
 def next_job_only(lines):
     return right_goodput(lines, lost="next")
+
+
+@goodput.mutant(
+    "You look only at the next job that took a step. A job after it may have gone back further and undone more steps "
+    "of this one."
+)
+def next_job_with_a_step(lines):
+    return right_goodput(lines, lost="next with a step")
+
+
+@goodput.mutant(
+    "A later job that begins with the same number has undone this step too: a lower number *or the same* counts."
+)
+def only_lower_numbers(lines):
+    return right_goodput(lines, lost="lower")
+
+
+@goodput.mutant(
+    "You go through the events in the order of the file. A line is written when its event ends, so an event that began "
+    "earlier may come later: sort by `start`."
+)
+def in_file_order(lines):
+    return right_goodput(lines, ordered=False)
 
 
 @goodput.mutant(
@@ -1034,12 +1183,23 @@ def finds(fn, t, events, why):
     told = misplaced(waits, want, "ns on the average")
     if np.allclose([float(waits[n]) for n in names], [devices * want[n] for n in names]):
         told = f"they are {devices} times too large: an average over {devices} devices"
+    right = np.array([want[n] for n in names])
+    window = max(e[4] for e in events) - min(e[3] for e in events)
+    data = {e[2] for e in events if e[1] == "data"}
+    several = {
+        "You return shares of the window, want nanoseconds": right / window,
+        "You round: costs are means over devices, and may be fractions": np.floor(right),
+        "A data wait costs each device the time in which it isn't computing": [
+            want[n] / devices if n in data else want[n] for n in names
+        ],
+    }
     t.close(
         [waits[n] for n in names],
-        [want[n] for n in names],
+        right.tolist(),
         rtol=0,
         atol=1e-6,
         why=f"{names}; {told}: {why}",
+        mistakes=several,
     )
     t.equal(worst, want_worst, why=f"the worst: {why}")
 
@@ -1168,7 +1328,7 @@ def _(fn, t):
 
 def right_stall(
     events, *, whole=False, own=True, host=True, mean=True, once=True, by=lambda e: e[4], sums=True,
-    idle=True, partly=True, silent=True,
+    idle=True, partly=True, silent=True, split=False, worst_idle=True,
 ):  # fmt: skip
     devices = sorted({e[0] for e in events if silent or e[1] == "compute"} - {None})
     waits = dict.fromkeys((e[2] for e in events if e[1] != "compute"), 0.0) | {"idle": 0.0}
@@ -1190,11 +1350,12 @@ def right_stall(
                 continue
             first = max(at, key=by)
             for e in [first] if once else at:
-                waits[e[2]] += end - start
+                waits[e[2]] += (end - start) / (len(at) if split else 1)
                 longest[e[2]] = max(longest[e[2]], e[4] - e[3])
     if mean:
         waits = {name: ns / len(devices) for name, ns in waits.items()}
     ranked = waits if sums else longest
+    ranked = ranked if worst_idle else {name: waits[name] for name in waits if name != "idle"}
     return max(ranked, key=lambda name: ranked[name]), waits
 
 
@@ -1285,6 +1446,41 @@ def ties_by_start(events):
 def last_of_equals(events):
     waits = [e for e in events if e[1] != "compute"][::-1]
     return right_stall([e for e in events if e[1] == "compute"] + waits)
+
+
+@find_stall.mutant(
+    "You divide the time among all waits that are open. Without the others the one that ends last would have made the "
+    "device wait just as long: blame that one alone."
+)
+def divided_among_all(events):
+    return right_stall(events, once=False, split=True)
+
+
+@find_stall.mutant(
+    "You blame the wait that comes first in the list. Its order decides only between waits that end at the same time; "
+    "otherwise blame the one that ends last."
+)
+def first_in_the_list(events):
+    return right_stall(events, by=lambda e: 0)
+
+
+@find_stall.mutant(
+    "You blame the host for data whenever it is open. It counts like the others: blame the wait that ends last."
+)
+def data_before_all(events):
+    return right_stall(events, by=lambda e: (e[1] == "data", e[4]))
+
+
+@find_stall.mutant(
+    "You blame the wait that began last. How long a device waits is decided by the one that *ends* last."
+)
+def blames_the_newest(events):
+    return right_stall(events, by=lambda e: e[3])
+
+
+@find_stall.mutant("You leave `idle` out when you look for the worst. It's a name like the others.")
+def idle_is_never_worst(events):
+    return right_stall(events, worst_idle=False)
 
 
 @find_stall.mutant(

@@ -1436,8 +1436,14 @@ def wrong_bill(got, want, attempts, faults):
     for n in range(len(faults)):
         if abs(got[f"fault {n} cost"] - want[f"fault {n} cost"]) > 1e-6:
             parts = {c: sum(s for cause, s, who in spans if (cause, who) == (c, n)) for c in CAUSES}
-            parts = ", ".join(f"{s:g} s {c!r}" for c, s in parts.items() if s)
-            return f"all seconds are right, and fault {n} pays for {parts}"
+            told = ", ".join(f"{s:g} s {c!r}" for c, s in parts.items() if s)
+            told = f"all seconds are right, and fault {n} pays for {told}"
+            more = got[f"fault {n} cost"] - want[f"fault {n} cost"]
+            pieces = [*parts.items(), *((c, s) for c, s, who in spans if (who == n) == (more < 0))]
+            same = [c for c, s in pieces if s and abs(s - abs(more)) < 1e-6]
+            if same:
+                told += f"; yours {'lacks' if more < 0 else 'has too'} {abs(more):g} s {same[0]!r}"
+            return told
     return "seconds and costs are right, but not how many steps were repeated"
 
 
@@ -1449,6 +1455,10 @@ def bills_well(fn, t, plan, why):
     )
     t.equal(sorted(seconds), sorted(CAUSES), why="the keys of the seconds")
     t.equal(len(bills), len(faults), why="one bill for each fault")
+    pairs = all(isinstance(one, (tuple, list)) and len(one) == 2 for one in bills)
+    t.true(
+        pairs, f"a bill is (seconds, steps), got {bills[:1]}: {why}", [str(one) for one in bills]
+    )
     # In one comparison, so that a wrong answer is known by all of its numbers.
     got, want = named_bills(seconds, bills), named_bills(want_seconds, want_bills)
     t.close(got, want, rtol=0, atol=1e-6, why=f"{wrong_bill(got, want, attempts, faults)}: {why}")
@@ -1614,6 +1624,19 @@ def counts_the_cut(attempts, faults):
 )
 def own_startup(attempts, faults):
     return right_bill(attempts, faults, startup="own")
+
+
+@account.mutant(
+    "Your bills lack the time from the last completed step to the fault. Nothing came of it, and the fault pays."
+)
+def free_unfinished_step(attempts, faults):
+    seconds, bills = right_bill(attempts, faults)
+    bills = [list(one) for one in bills]
+    for a in attempts:
+        for n, f in enumerate(faults):
+            if f["noticed"] is not None and a["steps"] and a["start"] <= f["at"] <= a["end"]:
+                bills[n][0] -= f["at"] - a["first"] - sum(a["steps"])
+    return seconds, [tuple(one) for one in bills]
 
 
 @account.mutant(

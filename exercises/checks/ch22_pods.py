@@ -888,7 +888,8 @@ BLOCKING = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collect
 
 def overlap_with(
     *, queue=True, links=True, blocking=True, hides=True, last=False, advance=True, negative=False, own=True,
-    late=False, ahead=False, done_takes=0.0, early=False, each=False, start_takes=0.0, own_part=1.0,
+    late=False, ahead=False, done_takes=0.0, early=False, each=False, start_takes=0.0, own_part=1.0, oldest=False,
+    held=False, kinds=BLOCKING, stops=True,
 ):  # fmt: skip
     """The solution with a mistake that is asked for."""
 
@@ -897,11 +898,11 @@ def overlap_with(
         seconds = {name: seconds.get(name, 0.0) for name, _, _ in schedule}
         for name, opcode, operands in schedule:
             if opcode.endswith("-done"):
-                start = begun.pop() if last else operands[0]
+                start = begun.pop(0 if oldest else -1) if last or oldest else operands[0]
                 clock += done_takes * seconds.get(name, 0.0)
                 if late:
                     arrival[start] = clock + seconds[start]
-            elif opcode.endswith("-start") or opcode in BLOCKING:
+            elif opcode.endswith("-start") or opcode in kinds:
                 start = name
                 begun.append(name)
                 link = "host" if opcode.startswith("copy") and links else "ici"
@@ -925,7 +926,9 @@ def overlap_with(
             exposed = exposed if negative else max(0.0, exposed)
             hidden = seconds[start] - own_part * exposed
             waits[start] = (max(0.0, hidden) if own else hidden), exposed
-            clock += exposed if advance else 0.0
+            clock += exposed if advance and (stops or opcode.endswith("-done")) else 0.0
+            if held and opcode.endswith("-done"):
+                free["host" if opcode == "copy-done" else "ici"] = clock
         return clock, waits
 
     return fn
@@ -950,21 +953,63 @@ def turned_around(total, waits):
     return total, {name: pair[::-1] for name, pair in waits.items()}
 
 
+def course(schedule, seconds):
+    """For each transfer its start, when its link carries it, and its done, in words."""
+    clock, free, begun, told = 0.0, {}, {}, {}
+    for name, opcode, operands in schedule:
+        took = seconds.get(name, 0.0)
+        if opcode.endswith("-start") or opcode in BLOCKING:
+            link = "host" if opcode == "copy-start" else "ici"
+            begins = max(clock, free.get(link, 0.0))
+            begun[name] = clock, begins, begins + took
+            free[link] = begins + took
+        if opcode.endswith("-done") or opcode in BLOCKING:
+            start = operands[0] if opcode.endswith("-done") else name
+            at, begins, arrives = begun[start]
+            told[start] = (
+                f"its start comes at {at:g} s, it begins on its link at {begins:g} s and arrives "
+            )
+            told[start] += f"at {arrives:g} s, and the arithmetic needs it at {clock:g} s"
+            clock = max(clock, arrives)
+        elif not opcode.endswith("-start"):
+            clock += took
+    return told
+
+
+def named_after_dones(schedule, total, waits):
+    done = {operands[0]: name for name, opcode, operands in schedule if opcode.endswith("-done")}
+    return total, {done.get(name, name): pair for name, pair in waits.items()}
+
+
+def without_blocking(schedule, total, waits):
+    return total, {name: waits[name] for name, opcode, _ in schedule if opcode.endswith("-start")}
+
+
 def walked(t, fn, schedule, seconds, why):
     total, waits = fn(schedule, seconds)
+    t.true(
+        isinstance(waits, dict),
+        f"{why}: waits is {type(waits).__name__}, want a dict",
+        type(waits).__name__,
+    )
     right_total, right_waits = right_overlap(schedule, seconds)
     for name, opcode, _ in schedule:
-        told = f"{why}: {name} ({opcode})"
+        if name in waits and name not in right_waits:
+            kind = "no transfer"
+            if "-done" in opcode:
+                kind = "a done; a transfer has the name of its start"
+            told = f"{why}: {name} ({opcode}) is in your dict, but it is {kind}"
+            t.true(False, told, sorted(waits))
+    for name, opcode, _ in schedule:
         if name in right_waits:
-            t.true(name in waits, f"{told} is a transfer, and your dict lacks it", sorted(waits))
-            continue
-        kind = (
-            "a done; a transfer has the name of its start" if "-done" in opcode else "no transfer"
-        )
-        t.true(name not in waits, f"{told} is in your dict, but it is {kind}", sorted(waits))
+            told = f"{why}: {name} ({opcode}) is a transfer, and your dict lacks it"
+            t.true(name in waits, told, sorted(waits))
     t.equal(sorted(waits), sorted(right_waits), why=f"{why}: the transfers that are reported")
     # In the order of the schedule: what is wrong first says more than what follows from it.
     names = [name for name, _, _ in schedule if name in right_waits]
+    for name in names:
+        pair = isinstance(waits[name], (tuple, list)) and len(waits[name]) == 2
+        t.true(pair, f"{why}: {name} has {waits[name]!r}, want a pair (hidden, exposed)", "no pair")
     got = np.array([[float(x) for x in waits[name]] for name in names])
     want = np.array([right_waits[name] for name in names])
     t.equal(got.shape, want.shape, why=f"{why}: a pair (hidden, exposed) for each transfer")
@@ -974,12 +1019,17 @@ def walked(t, fn, schedule, seconds, why):
         text = f"(hidden, exposed) of {names[i]} are ({got[i][0]:g}, {got[i][1]:g})"
         text += f", want ({want[i][0]:g}, {want[i][1]:g}); {off.sum()} of {len(names)} transfers are off"
         (hidden, exposed), took = got[i], seconds.get(names[i], 0.0)
-        if np.isclose(exposed, want[i][1]):
-            text += f"; the wait is right, and the transfer takes {took:g} s"
+        times = float(got.sum() / want.sum()) if want.any() else 0.0
+        if np.allclose(got, times * want):
+            text += f"; all pairs are {times:g} times what they should be: times are in seconds"
+        elif np.isclose(exposed, want[i][1]):
+            text += f"; the wait is right, and hidden is the rest of the transfer's {took:g} s"
+        elif exposed <= took < want[i][1]:
+            text += f"; it takes {took:g} s, but the arithmetic also waits while the link carries those before it"
         elif np.isclose(hidden + exposed, took):
             much = "long" if exposed > want[i][1] else "briefly"
             text += f"; they sum to its {took:g} s, but the arithmetic waits too {much}"
-        t.true(False, f"{why}: {text}", got)
+        t.true(False, f"{why}: {text}. {course(schedule, seconds)[names[i]].capitalize()}", got)
     told = "every pair is right, but not the total: the clock at the end, with all waits in it"
     t.close(float(total), right_total, 1e-9, 1e-12, f"{why}: {told}")
 
@@ -1014,6 +1064,14 @@ def _(fn, t):
     ]
     why = "neither f.2 nor r.2 takes time"
     walked(t, fn, schedule, {"f.1": a, "r.1": b, "g.1": c}, why)
+
+
+@overlap.check("every kind that blocks")
+def _(fn, t):
+    for opcode in BLOCKING:
+        a, b = ticks(t, 2)
+        schedule = [("f.1", "fusion", ()), ("r.1", opcode, ("f.1",)), ("f.2", "fusion", ("r.1",))]
+        walked(t, fn, schedule, {"f.1": a, "r.1": b, "f.2": a}, f"{opcode} without start and done")
 
 
 @overlap.check("two transfers over one link")
@@ -1205,9 +1263,41 @@ mistaken(
 )
 mistaken(
     overlap,
+    "oldest_start",
+    "You match a done with the oldest start that is open. Dones come in any order: the first operand says which start "
+    "is meant.",
+    overlap_with(oldest=True),
+)
+mistaken(
+    overlap,
+    "held_until_the_done",
+    "Your done sets the time at which the link is free. The link is free once the transfer has arrived, and may have "
+    "more in its queue by then.",
+    overlap_with(held=True),
+)
+mistaken(
+    overlap,
+    "no_permute",
+    "You leave out a kind of collective that blocks; there are five.",
+    overlap_with(kinds=BLOCKING[:4]),
+)
+mistaken(
+    overlap,
     "clock_stands",
     "You record the wait but don't advance the clock. Time goes on while the arithmetic waits.",
     overlap_with(advance=False),
+)
+mistaken(
+    overlap,
+    "goes_on_beside_one_that_blocks",
+    "You record the wait for a collective that blocks, but your clock doesn't move on by it.",
+    overlap_with(stops=False),
+)
+mistaken(
+    overlap,
+    "waits_twice",
+    "Your total counts the waits twice: the clock has moved on by them already.",
+    lambda *args: (2 * (a := right_overlap(*args))[0] - without_waits(*a)[0], a[1]),
 )
 mistaken(
     overlap,
@@ -1288,6 +1378,36 @@ mistaken(
     "an_error_without_an_entry",
     "Your answer fails at a name that `seconds` lacks. A name without an entry takes no time.",
     lambda *args: right_overlap(args[0], {name: args[1][name] for name, _, _ in args[0]}),
+)
+mistaken(
+    overlap,
+    "done_by_name",
+    "You look for a done's start by its name or opcode. Names say nothing: its first operand is the start.",
+    lambda schedule, seconds: right_overlap(
+        [(a, b, (a.replace("done", "start"),) if b.endswith("-done") else c) for a, b, c in schedule], seconds
+    ),
+)  # fmt: skip
+mistaken(
+    overlap,
+    "named_after_dones",
+    "You report a transfer under the name of its done. It has the name of its start.",
+    lambda *args: named_after_dones(args[0], *right_overlap(*args)),
+)
+mistaken(
+    overlap,
+    "starts_alone",
+    "You report only transfers that have a start and a done. A collective that blocks is a transfer too.",
+    lambda *args: without_blocking(args[0], *right_overlap(*args)),
+)
+mistaken(
+    overlap,
+    "exposes_its_own_seconds_at_most",
+    "A collective that blocks waits for the transfers before it on its link as well: `exposed` is all of that wait, "
+    "and may be longer than its own seconds.",
+    lambda schedule, seconds: (
+        (found := right_overlap(schedule, seconds))[0],
+        {name: (h, min(e, seconds.get(name, 0.0))) for name, (h, e) in found[1].items()},
+    ),
 )
 mistaken(
     overlap,

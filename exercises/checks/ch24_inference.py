@@ -76,11 +76,33 @@ def rooflines_agree(fn, t, args, why):
     params, token_bytes, context, texts, flops, bandwidth = args
     read, computed = 2 * params + texts * context * token_bytes, 2 * params * texts
     told = f"{read:,} bytes in {read / bandwidth:.6g} s, and {computed:,} FLOPs in {computed / flops:.6g} s"
-    t.close(got[0], seconds, 1e-9, 0, f"seconds, {why}: {told}")
+    weights, cache = 2 * params / bandwidth, context * token_bytes / bandwidth
+    wrong = {
+        "Each text has a cache of its own; you read one": max(weights + cache, computed / flops),
+        "A token takes 2 FLOPs a parameter; 6 is for training": max(
+            read / bandwidth, 3 * computed / flops
+        ),
+        "You take the shorter of the two": min(read / bandwidth, computed / flops),
+    }
+    t.close(got[0], seconds, 1e-9, 0, f"seconds, {why}: {told}", mistakes=wrong)
     t.equal(got[1], bound, why=f"what bounds it, {why}: {told}")
     more = context * token_bytes / bandwidth, 2 * params / flops
     told = f"another text adds {more[0]:.3g} s of reading and {more[1]:.3g} s of computing"
-    t.equal(got[2], ridge, why=f"the ridge, {why}: {told}")
+    gain = more[1] - more[0]
+    wrong = {}
+    if gain > 0:
+        exact = weights / gain
+        wrong = {
+            "It is a whole number of texts: round up": exact,
+            "You round down: with that many, reading still takes longer": math.floor(exact),
+            "You go on to the next number. With as many, both take equally long, and that is enough": ridge
+            + 1,
+            "A token takes 2 FLOPs a parameter; 6 is for training": math.ceil(
+                weights / (3 * more[1] - more[0])
+            ),
+            "Your ridge leaves the caches out": math.ceil(weights / more[1]),
+        }
+    t.equal(got[2], ridge, why=f"the ridge, {why}: {told}", mistakes=wrong)
 
 
 @roofline.check("without a context")
@@ -180,7 +202,7 @@ class Books:
     """The solution, with a mistake that is asked for."""
 
     copies, counts = True, True
-    early = greedy = always = forgets = leaks = shares = False
+    early = greedy = always = forgets = leaks = shares = aliases = unguarded = frees_all = False
 
     def __init__(self, pages, page_tokens):
         self.page_tokens, self.holders = page_tokens, [0] * pages
@@ -198,7 +220,11 @@ class Books:
             table = [*table, self.take()]
         elif slot and self.copies and self.holders[table[number]] > 1:
             copy_of = table[number]
-            table = [*table[:number], self.take()]
+            page = self.take()
+            if self.aliases:
+                table[number] = page
+            else:
+                table = [*table[:number], page]
             if not self.leaks:
                 self.holders[copy_of] -= 1
         elif (
@@ -218,7 +244,8 @@ class Books:
         return table[number], slot, None if self.forgets else copy_of
 
     def fork(self, text, new):
-        self.tables[new] = self.tables[text] if self.shares else list(self.tables[text])
+        one = self.shares or self.aliases
+        self.tables[new] = self.tables[text] if one else list(self.tables[text])
         self.lengths[new] = self.lengths[text]
         self.forked = {*getattr(self, "forked", ()), text, new}
         for page in self.tables[new] if self.counts else ():
@@ -228,14 +255,14 @@ class Books:
         del self.lengths[text]
         for page in self.tables.pop(text):
             self.holders[page] -= 1
-            if self.holders[page] <= 0:
+            if self.holders[page] <= 0 or self.frees_all:
                 self.free_pages.append(page)
 
     def table(self, text):
         return self.tables[text] if self.shares else list(self.tables[text])
 
     def take(self):
-        if not self.free_pages:
+        if not self.free_pages and not self.unguarded:
             raise MemoryError
         page = self.free_pages.pop()
         self.holders[page] = 1
@@ -276,8 +303,11 @@ def _(fn, t):
     for text in (a, a, b):
         allocator.append(text)
     for text in (a, drawn_text(t)):
-        for _ in range(2):
-            t.raises(MemoryError, allocator.append, text, why="no page is free")
+        for why in (
+            "no page is free",
+            "still no page is free; the call that failed has changed nothing",
+        ):
+            t.raises(MemoryError, allocator.append, text, why=why)
     t.equal(len(allocator.table(a)), 1, why="pages of the text that got none")
     allocator.append(b)
     allocator.free(b)
@@ -305,7 +335,11 @@ def _(fn, t):
     t.equal((slot, copy_of), (2, before[1]), why=told)
     t.true(page not in before, "the new text writes into a page that the old one has", page)
     t.equal(list(allocator.table("b")), [before[0], page], why="the new text's table then")
-    t.equal(list(allocator.table("a")), before, why="the old text's table then")
+    t.equal(
+        list(allocator.table("a")),
+        before,
+        why="the old text's table, after the new one has another page",
+    )
     t.equal(
         allocator.append("a"), (before[1], 2, None), why="the old text, alone with its page again"
     )
@@ -356,6 +390,8 @@ def _(fn, t):
         t.equal(
             allocator.append(second), (kept, 1, None), why=f"text {second!r}, alone with its page"
         )
+        told = f"of two pages {second!r} and 'c' have one each: {first!r} hasn't given back what {second!r} still has"
+        t.raises(MemoryError, allocator.append, "d", why=told)
 
 
 def history(fn, t, steps):
@@ -429,6 +465,11 @@ for name, hint, changes in (
      "what changed.", {"early": True}),
     ("one_page_early", "You take a page as soon as the last one is full. A text that ends there never needed it.",
      {"greedy": True}),
+    ("unguarded", "You take a page from an empty list, which raises an IndexError. Raise MemoryError.",
+     {"unguarded": True}),
+    ("one_table_for_both", "After a fork both texts have the same list, so a new page of one is in the other's table. "
+     "Copy the list.", {"aliases": True}),
+    ("frees_shared", "You give back pages that another text still has.", {"frees_all": True}),
     ("copies_alone", "You copy although the other text is gone or has its own page. Alone with a page, a text writes "
      "in place: it is the number of holders that decides, not the fork.", {"always": True}),
     ("copies_without_saying", "`copy_of` must name the page whose tokens belong in the new one, or they are lost.",
@@ -775,6 +816,17 @@ def _(fn, t):
         far_apart(fn, t, far)
 
 
+@prefix_keys.check("every byte of a key")
+def _(fn, t):
+    keys = np.array([list(key) for key in keys_of(fn, t, drawn_tokens(t, 1601), 4)])
+    different = [len(np.unique(column)) for column in keys.T]
+    dull = [n for n, count in enumerate(different) if count < 100]
+    told = (
+        f"byte {dull[:1]} of 400 keys has {min(different)} values: this is no cryptographic digest"
+    )
+    t.true(not dull, told, different)
+
+
 @prefix_keys.check("a long prompt")
 def _(fn, t):
     tokens = drawn_tokens(t, 40_001)
@@ -816,8 +868,8 @@ def keys_with(
 
 
 for name, hint, fn in (
-    ("short_hash", "Python's `hash` has 8 bytes, for which two texts with the same key can be found, and it's another "
-     "one in each process. Use SHA-256.", keys_with(form=lambda key: key.digest()[:8])),
+    ("short_hash", "8 bytes, such as Python's `hash` has, are too few: two texts with the same key can be found. Take "
+     "at least 16 of SHA-256.", keys_with(form=lambda key: key.digest()[:8])),
     ("digits_as_text", "Your keys are strings. A digest is bytes.", keys_with(form=lambda key: key.hexdigest())),
     ("digits_as_bytes", "Your keys are hexadecimal digits: 64 bytes. The digest itself has 32.",
      keys_with(form=lambda key: key.hexdigest().encode())),
@@ -1126,13 +1178,16 @@ def accept_with(
     positive=True,
     drawn=True,
     strictly=True,
+    certain=False,
+    none_is=-1,
 ):
     def fn(draft, q, p, uniforms):
         tokens, rest = [], None
         for i, token in enumerate(draft):
             left, right = (p[i, token], q[i, token]) if inverse else (q[i, token], p[i, token])
             judged = uniforms[0 if uniform == "first" else i] * (left if ratio else 1)
-            kept = judged < right if strictly else judged <= right
+            judged = left if certain else judged
+            kept = judged < right if strictly and not certain else judged <= right
             if kept:
                 tokens.append(int(token))
                 continue
@@ -1150,6 +1205,7 @@ def accept_with(
         u = uniforms[len(tokens) if uniform == "reused" else -1]
         found = int(np.searchsorted(through, u * total, side="right" if strictly else "left"))
         found = found if drawn else int(np.argmax(rest))
+        found = none_is if found == len(rest) and none_is >= 0 else found
         return [*tokens, min(found, len(rest) - 1)]
 
     return fn
@@ -1174,6 +1230,10 @@ def accepts(fn, t, draft, q, p, uniforms, why):
     want = accept_with()(draft, q, p, uniforms)
     if len(got) != len(want):
         told = f"{len(want) - 1} of {len(draft)} guesses are kept and a token is added"
+        i = min(len(got), len(want)) - 1
+        if i in range(len(draft)):
+            judged = uniforms[i] * q[i, draft[i]], p[i, draft[i]]
+            told += f"; for guess {i} uniforms * q is {judged[0]:.3g} and p is {judged[1]:.3g}"
         t.equal(got, want, why=f"{told}: {why}")
     elif got[:-1] == want[:-1]:
         row = (
@@ -1268,6 +1328,10 @@ for name, hint, options in (
     ("not_divided", "The positive part of p - q doesn't sum to 1. Compare the cumulative sum with uniforms[-1] "
      "times its "
      "sum.", {"normal": False}),
+    ("nothing_exceeds", "The positive part of p - q doesn't sum to 1, so nothing may exceed uniforms[-1] and you take "
+     "token 0. Compare with uniforms[-1] times the sum.", {"normal": False, "none_is": 0}),
+    ("kept_if_likelier", "You keep a guess only if p is at least q. Others are kept with probability p / q: that is "
+     "what `uniforms[i]` decides.", {"certain": True}),
     ("no_ratio", "You keep a guess with probability p. It was drawn with probability q already: keep it with "
      "min(1, p/q).",
      {"ratio": False}),

@@ -42,7 +42,8 @@ Write `absmax(x_RC, shared, block)`, which stores a matrix as int8 values times 
 
 
 def absmax_with(
-    *, by="rows", limit=127, magnitude=True, rounds=True, wide=True, zeros=1.0, drops=False, whole=False
+    *, by="rows", limit=127, magnitude=True, rounds=True, wide=True, zeros=1.0, drops=False, whole=False,
+    flat=False, pads=True, cuts=True, epsilon=0.0,
 ):  # fmt: skip
     def fn(x_RC, shared, block):
         x_RC = x_RC.astype(jnp.float32) if wide else x_RC
@@ -55,12 +56,18 @@ def absmax_with(
         size = block if shared == "block" else N
         if drops and size < N:
             x_RN = jnp.where(jnp.arange(N) < N // size * size, x_RN, 0)
-        x_RBS = jnp.pad(x_RN, ((0, 0), (0, -N % size))).reshape(rows, -1, size)
+        if flat and size < N:
+            x_RN = jnp.reshape(x_RN, (1, -1))
+        padding = -x_RN.shape[1] % size if pads else 0
+        x_RBS = jnp.pad(x_RN, ((0, 0), (0, padding))).reshape(len(x_RN), -1, size)
         largest = jnp.max(jnp.abs(x_RBS) if magnitude else x_RBS, axis=-1)
-        scale = jnp.where(largest > 0, largest / limit, zeros).astype(x_RN.dtype)
+        scale = jnp.where(largest > 0, largest / limit, zeros).astype(x_RN.dtype) + epsilon
         values = x_RBS / scale[..., None]
         values = jnp.clip(jnp.round(values) if rounds else values, -127, 127)
-        values = values.reshape(rows, -1)[:, :N].reshape(x_RC.shape)
+        values = values.reshape(len(x_RN), -1)
+        if flat and size < N:
+            return values.reshape(-1)[: R * C].reshape(R, C).astype(jnp.int8), scale.reshape(R, -1)
+        values = values[:, :N].reshape(x_RC.shape) if cuts else values.reshape(len(x_RC), -1)
         values = values.T if values.shape != (R, C) else values
         return values.astype(jnp.int8), scale.astype(jnp.float32)
 
@@ -70,17 +77,47 @@ def absmax_with(
 def quantizes(fn, t, x_RC, shared, block, why):
     values, scale = fn(x_RC, shared, block)
     _, want = absmax_with()(x_RC, shared, block)
-    t.close(scale, want, 1e-5, 0, f"scales, {why}", dtype=np.float32)
+    t.close(
+        scale, want, 1e-5, 0, f"scales, {why}", dtype=np.float32, mistakes=wrong_scales(x_RC, shared, block, want)
+    )  # fmt: skip
+    shape, dtype = np.shape(values), getattr(values, "dtype", None)
     t.true(
-        getattr(values, "dtype", None) == jnp.int8 and values.shape == x_RC.shape,
-        f"values are not int8 of the shape of x_RC, {why}",
-        str((getattr(values, "dtype", None), np.shape(values))),
+        shape == x_RC.shape,
+        f"values have the shape {shape}, want that of x_RC, {x_RC.shape}, {why}",
+        shape,
     )
+    t.true(dtype == jnp.int8, f"values are {dtype}, want int8, {why}", str(dtype))
     x, got = np.asarray(x_RC.astype(jnp.float32)), np.asarray(values, np.float32)
     each = spread(np.asarray(want), x.shape, shared, block)
     off = np.abs(got - x / each)
     t.true(np.abs(got).max() <= 127, f"values go beyond -127 to 127, {why}", np.abs(got).max())
-    t.true(off.max() <= 0.501, f"a number is off by {off.max():.2f} of its scale, {why}", off)
+    told = f"a number is off by {off.max():.2f} of its scale"
+    if np.all(np.abs(got) <= np.abs(x / each) + 1e-3):
+        told += "; all are rounded towards 0, not to the nearest"
+    elif np.all(got <= x / each + 1e-3):
+        told += "; all are rounded down, not to the nearest"
+    t.true(off.max() <= 0.501, f"{told}, {why}", off)
+
+
+def wrong_scales(x_RC, shared, block, want):
+    """Scales that are wrong in a known way, by the sentence that says how."""
+    x, want = np.asarray(x_RC, np.float32), np.asarray(want)
+    largest = np.where(want == 1, 0, want * 127)
+    size = block if shared == "block" else x.shape[1]
+    padded = np.pad(x, ((0, 0), (0, -x.shape[1] % size)), constant_values=-np.inf)
+    parts = padded.reshape(1 if shared == "tensor" else len(x), want.shape[1], -1)
+    by_column = np.abs(x).max(0) / 127
+    return {
+        "You take the largest number, not the largest magnitude": parts.max(-1) / 127,
+        "A scale is the largest magnitude divided by 127; you don't divide": largest,
+        "You divide by 128: the largest magnitude becomes 127": largest / 128,
+        "You divide by 127.5: the largest magnitude becomes 127": largest / 127.5,
+        "Where all numbers are 0, the scale is 1": largest / 127,
+        "Your scales are reciprocals: values times scales are the numbers": 1 / want,
+        "Your scales are those of the columns": by_column[None],
+        "Your scales are those of the columns; they have no axis of length 1 either": by_column,
+        "You use one scale for all numbers": np.full(want.shape, np.abs(x).max() / 127),
+    }
 
 
 def spread(scale, shape, shared, block):
@@ -111,9 +148,15 @@ def _(fn, t):
         quantizes(fn, t, matrix(t, shape), "row", 2, f"rows of {shape}")
 
 
-@absmax.check("a scale for each block")
+@absmax.check("blocks that divide a row")
 def _(fn, t):
-    for shape, block in (((5, 12), 4), ((3, 11), 4), ((4, 6), 9), ((2, 7), 1), ((4, 4), 4)):
+    for shape, block in (((5, 12), 4), ((2, 7), 1), ((4, 4), 4)):
+        quantizes(fn, t, matrix(t, shape), "block", block, f"blocks of {block} in rows of {shape}")
+
+
+@absmax.check("a last block that is shorter")
+def _(fn, t):
+    for shape, block in (((3, 11), 4), ((4, 6), 9)):
         quantizes(fn, t, matrix(t, shape), "block", block, f"blocks of {block} in rows of {shape}")
 
 
@@ -148,6 +191,13 @@ for name, hint, options in (
      {"zeros": 0.0}),
     ("last_block_dropped", "The last block of a row may be shorter than the others. Your scales and values miss what "
      "is in it.", {"drops": True}),
+    ("blocks_across_rows", "Your blocks run on from one row into the next. Each row begins a new one.",
+     {"flat": True}),
+    ("rows_reshaped", "You reshape rows whose length is no multiple of `block`. The last block of a row may be "
+     "shorter.", {"pads": False}),
+    ("padding_returned", "You return the padding too. Values have the shape of x_RC.", {"cuts": False}),
+    ("epsilon", "You add a small number to each scale. Only where all numbers are 0 is the scale another, and there "
+     "it is 1.", {"epsilon": 1e-8}),
 ):  # fmt: skip
     mistaken(absmax, name, hint, absmax_with(**options))
 
@@ -231,8 +281,13 @@ def int8_matmul_with(
             grad_x = jnp.dot(g1, r.T, preferred_element_type=jnp.int32) * s1 * jnp.mean(u)
             grad_w = jnp.dot(q.T, g2, preferred_element_type=jnp.int32) * s2 * jnp.mean(s)
             grads = grad_x, grad_w
+        elif backward == "straight":
+            (q, s), (r, u) = to_int8(x, 1), to_int8(w, 0)
+            grads = g @ (r * u).T, (q * s).T @ g
         else:
             grads = dot(g, w.T), dot(x.T, g)
+        if backward == "turned":
+            return grads[::-1]
         return (grads[0].astype(x.dtype), grads[1].astype(w.dtype)) if cast else grads
 
     fn.defvjp(remember, back)
@@ -251,13 +306,31 @@ def factors(t, T, D, F):
     return tuple(jnp.asarray(each, jnp.float32) for each in (x, w, g))
 
 
-def alike(t, got, want, why):
+def alike(t, got, want, why, mistakes=None):
     """Rounding may fall the other way here and there, so differences count in parts of the typical number."""
     t.true(np.shape(got) == want.shape, f"{why}: got shape {np.shape(got)}, want {want.shape}", got)
     want = np.asarray(want, np.float32)
     typical = np.sqrt(np.mean(want**2, 0, keepdims=True) * np.mean(want**2, 1, keepdims=True))
     typical = np.maximum(typical / np.sqrt(np.mean(want**2) + 1e-30), 1e-30)
-    t.close(np.asarray(got, np.float32) / typical, want / typical, 0, 0.02, why)
+    told = {
+        text: np.asarray(value, np.float32) / typical for text, value in (mistakes or {}).items()
+    }
+    t.close(np.asarray(got, np.float32) / typical, want / typical, 0, 0.02, why, mistakes=told)
+
+
+def wrong_products(a, b):
+    """What a product of two factors gives with a mistake, by the sentence that says which."""
+    (q, s), (r, u) = to_int8(a, 1), to_int8(b, 0)
+    sums = jnp.dot(q, r, preferred_element_type=jnp.int32).astype(jnp.float32)
+    small = jnp.dot(q, r, preferred_element_type=jnp.int8).astype(jnp.float32)
+    return {
+        "The sums don't fit in int8: they overflow": small * s * u,
+        "No scale is applied to the sums": sums,
+        "The scales of the first factor's rows are missing": sums * u,
+        "The scales of the second factor's columns are missing": sums * s,
+        "You divide by the scales instead of multiplying by them": sums / s / u,
+        "One scale for each factor isn't enough": int8_dot(a, b, axes=(None, None)),
+    }
 
 
 def pulled(fn, x, w, g):
@@ -285,7 +358,13 @@ SIZES = ((7, 40, 12), (33, 5, 8), (1, 64, 3), (6, 9, 1))
 def _(fn, t):
     for T, D, F in SIZES:
         x, w, _ = factors(t, T, D, F)
-        alike(t, fn(x, w), right_product(x, w), f"x is [{T}, {D}], w is [{D}, {F}]")
+        alike(
+            t,
+            fn(x, w),
+            right_product(x, w),
+            f"x is [{T}, {D}], w is [{D}, {F}]",
+            wrong_products(x, w),
+        )
 
 
 @int8_matmul.check("both gradients")
@@ -293,8 +372,23 @@ def _(fn, t):
     for T, D, F in SIZES:
         x, w, g = factors(t, T, D, F)
         got, want = pulled(fn, x, w, g)[1], pulled(right_product, x, w, g)[1]
-        for name, one, other in zip(("x", "w"), got, want, strict=True):
-            alike(t, one, other, f"the gradient of {name}, x is [{T}, {D}], w is [{D}, {F}]")
+        (q, s), (r, u) = to_int8(x, 1), to_int8(w, 0)
+        rounded = q * s, r * u
+        again = "You quantize again what the forward had rounded. Quantize x and w themselves"
+        straight = "You multiply g by the forward's rounded numbers, in floats. Each product quantizes both factors"
+        told = (
+            {again: int8_dot(g, rounded[1].T), straight: g @ rounded[1].T} | wrong_products(g, w.T),
+            {again: int8_dot(rounded[0].T, g), straight: rounded[0].T @ g} | wrong_products(x.T, g),
+        )
+        for name, one, other, mistakes in zip(("x", "w"), got, want, told, strict=True):
+            why = f"the gradient of {name}, x is [{T}, {D}], w is [{D}, {F}]"
+            alike(
+                t,
+                one,
+                other,
+                f"{why}; it is g w^T" if name == "x" else f"{why}; it is x^T g",
+                mistakes,
+            )
 
 
 @int8_matmul.check("what the program multiplies")
@@ -364,6 +458,10 @@ for name, hint, options in (
     ("epsilon", "You add a small number to the scales, against zeros. Gradients are often smaller than that and round "
      "to 0: treat a scale of exactly 0 alone.", {"epsilon": 1e-8}),
     ("no_cast", "The result has the type of x_TD, and each gradient the type of its input.", {"cast": False}),
+    ("straight_through", "Your gradients go straight through the rounding, so the backward multiplies floats. Its two "
+     "products quantize both of their factors, too.", {"backward": "straight"}),
+    ("turned_around", "Your backward returns the two gradients in the wrong order: that of x comes first.",
+     {"backward": "turned"}),
     ("keeps_int8", "You keep the int8 numbers of the forward too. The backward can't use them; keep x_TD and w_DF.",
      {"keeps": True}),
 ):  # fmt: skip
@@ -414,6 +512,15 @@ def at_random_with(*, how="floor", noise="each", rows=True, fixed=False, width=1
             steps = jnp.round(steps)
         elif how == "above":
             steps = jnp.round(steps + u)
+        elif how == "turned":
+            steps = jnp.floor(steps) + (u >= steps - jnp.floor(steps))
+        elif how == "even":
+            steps = jnp.floor(steps) + (u < 0.5)
+        elif how == "magnitude":
+            size = jnp.abs(steps)
+            steps = jnp.sign(steps) * jnp.floor(size) + (u < size - jnp.floor(size))
+        elif how == "negative":
+            steps = jnp.where(u < steps - jnp.trunc(steps), jnp.ceil(steps), jnp.floor(steps))
         values = jnp.clip(steps, -127, 127).astype(jnp.int8)
         return values, jnp.broadcast_to(scale, (len(x_RC), 1))
 
@@ -439,8 +546,24 @@ def _(fn, t):
         values, got = fn(jnp.asarray(x), key_of(t))
         t.close(got, scale.astype(np.float32), 1e-5, 0, f"the scales of rows, x is {shape}")
         t.true(values.dtype == jnp.int8, f"values are {values.dtype}, want int8", str(values.dtype))
+        t.true(
+            values.shape == x.shape,
+            f"values have the shape {values.shape}, want {x.shape}",
+            values.shape,
+        )
         off = np.abs(np.asarray(values, np.float32) - steps)
-        t.true(off.max() < 1.001, f"a value is {off.max():.2f} steps from its number", off)
+        at = np.unravel_index(np.argmax(off), off.shape)
+        told = (
+            f"{steps[at]:.3f} became {values[at]}, which isn't one of the two integers next to it"
+        )
+        t.true(off.max() < 1.001, told, off)
+
+
+@stochastic.check("the same key twice")
+def _(fn, t):
+    x, key = jnp.asarray(matrix(t, (4, 60))), key_of(t)
+    first, again = (np.asarray(fn(x, key)[0]) for _ in range(2))
+    t.equal(again, first, "the same key gives the same result; all that is random comes from it")
 
 
 @stochastic.check("whole numbers stay")
@@ -457,9 +580,26 @@ def _(fn, t):
     x = np.asarray(matrix(t, (3, 16)))
     keys = jax.random.split(key_of(t), 900)
     values, _ = jax.vmap(lambda key: fn(jnp.asarray(x), key))(keys)
-    off = np.asarray(values, np.float64).mean(0) - steps_of(x)[0]
+    steps = steps_of(x)[0]
+    off = np.asarray(values, np.float64).mean(0) - steps
+    at = np.unravel_index(np.argmax(np.abs(off)), off.shape)
+    below = np.floor(steps)
+    up, want = off + steps - below, steps - below
+    told = f"{steps[at]:.2f} became {below[at] + 1:.0f} with {up[at]:.2f} of 900 keys, else {below[at]:.0f}"
+    bad = np.abs(off) > 0.11
+    between = (want > 0.02) & (want < 0.98)
+    if bad.any() and not bad[steps > 0].any():
+        told += "; only numbers below 0 are off"
+    elif bad.any() and not bad[steps < 0].any():
+        told += "; only numbers above 0 are off"
+    elif np.allclose(up[between], 1 - want[between], 0, 0.11):
+        told += "; each is rounded up with the probability of rounding it down"
+    elif np.allclose(up[between], 0.5, 0, 0.11):
+        told += "; all are rounded up with probability 1/2, however near they are"
     # The mean of 900 has a standard deviation of at most 1/60.
-    t.close(off, np.zeros_like(off), 0, 0.11, "mean of 900 keys, less the number, in steps")
+    t.close(
+        off, np.zeros_like(off), 0, 0.11, f"mean of 900 keys, less the number, in steps. {told}"
+    )
 
 
 @stochastic.check("each number for itself")
@@ -474,11 +614,10 @@ def _(fn, t):
     t.true(np.abs(together).max() < 0.27, "numbers of different rows are rounded alike", together)
 
 
-@stochastic.check("keys")
+@stochastic.check("another key")
 def _(fn, t):
     x, key, other = jnp.asarray(matrix(t, (4, 60))), key_of(t), key_of(t)
-    first, again, third = (np.asarray(fn(x, k)[0]) for k in (key, key, other))
-    t.equal(again, first, "the same key twice")
+    first, third = (np.asarray(fn(x, k)[0]) for k in (key, other))
     t.true((first != third).any(), "another key gives the same values", first != third)
 
 
@@ -495,6 +634,14 @@ for name, hint, options in (
     ("key_ignored", "Your result doesn't depend on the key.", {"fixed": True}),
     ("half_the_noise", "Your u ends below 1, so small fractions are never rounded up.", {"width": 0.5}),
     ("one_scale", "You use one scale for the matrix; each row has its own.", {"rows": False}),
+    ("turned_around", "You round up with the probability of rounding down. A number near the integer above it mostly "
+     "becomes that.", {"how": "turned"}),
+    ("even_odds", "You round up half the time, wherever the number is. How often depends on its fraction.",
+     {"how": "even"}),
+    ("fraction_of_the_magnitude", "For a negative number you take the fraction of its magnitude, but round up with it. "
+     "What a number is above the integer *below* it counts: -2.3 is 0.7 above -3.", {"how": "magnitude"}),
+    ("fraction_below_zero", "The fraction that you compare with is negative for numbers below 0, so they are never "
+     "rounded up. Measure it from the floor.", {"how": "negative"}),
 ):  # fmt: skip
     mistaken(stochastic, name, hint, at_random_with(**options))
 
@@ -571,6 +718,7 @@ def find_wide_with(
 
 LAYOUTS = ("", "{1,0}", "{1,0:T(8,128)}", "{0,1:T(8,128)(4,1)S(1)}")
 WIDE, NARROW = ("f32", "bf16", "s32", "f16"), ("s8", "u8", "s4", "u4", "f8e4m3fn", "f8e5m2")
+OTHER_F8 = ("f8e4m3", "f8e4m3b11fnuz", "f8e4m3fnuz", "f8e5m2fnuz", "f8e8m0fnu")
 
 
 class Program:
@@ -621,8 +769,20 @@ class Program:
 
 
 def lists(fn, t, program, why):
-    text = program.text()
-    t.equal([tuple(row) for row in fn(text)], find_wide_with()(text), why)
+    text = program if isinstance(program, str) else program.text()
+    got, want = [tuple(row) for row in fn(text)], find_wide_with()(text)
+    lacks, more = ([row for row in a if row not in b] for a, b in ((want, got), (got, want)))
+    told = ""
+    if got == want[::-1] or (got != want and sorted(map(str, got)) == sorted(map(str, want))):
+        told = "; these are the products, but not in the order of the text"
+    elif not lacks and not more and len(got) < len(want):
+        told = "; what occurs twice is in your list once"
+    elif lacks or more:
+        rows = [f"you leave out {row}" for row in lacks[:1]] + [
+            f"you list {row}" for row in more[:1]
+        ]
+        told = f"; {', and '.join(rows)}"
+    t.equal(got, want, why + told)
 
 
 @wide.check("one product")
@@ -635,7 +795,7 @@ def _(fn, t):
 
 @wide.check("all narrow types")
 def _(fn, t):
-    for kind in NARROW:
+    for kind in (*NARROW, *OTHER_F8):
         program = Program(t).computation((kind, kind), ("s32", "s32"))
         lists(fn, t, program, f"a product of {kind}, then one of s32")
 
@@ -685,7 +845,7 @@ def _(fn, t):
     T, D, F = (int(n) for n in t.rng.integers(20, 90, 3))
     x, w = jnp.zeros((T, D)), jnp.zeros((D, F))
     text = t.hlo(lambda x, w: jnp.tanh(x @ w) @ w.T, x, w)
-    t.equal([tuple(row) for row in fn(text)], find_wide_with()(text), "two products of float32")
+    lists(fn, t, text, "two products of float32")
 
 
 for name, hint, options in (
@@ -696,6 +856,8 @@ for name, hint, options in (
     ("names_of_the_module", "You look for an operand's type in the whole module. Another computation may have the same "
      "name for something else.", {"scoped": False}),
     ("no_f8", "You take 8-bit floats for wide. They begin with f8.", {"narrow": r"[su][48]$"}),
+    ("known_f8", "You know two 8-bit floats. All types that begin with f8 are narrow.",
+     {"narrow": r"[su][48]$|f8e4m3fn$|f8e5m2$"}),
     ("no_int4", "You take 4-bit integers for wide.", {"narrow": r"[su]8$|f8"}),
     ("by_result", "You judge by the type of the result. Sums of 8-bit numbers are kept wide; the factors count.",
      {"by": "result"}),
@@ -751,24 +913,42 @@ def feedback_with(
     damps=True,
     original=False,
     whole=False,
+    moves=False,
+    mean=False,
+    relative=False,
+    in_steps=False,
+    onto_next=False,
+    by_row=False,
+    low=None,
+    squared=False,
 ):
     def fn(w_DF, x_ND, damp):
         D = len(w_DF)
         w, x = w_DF.astype(np.float64), x_ND.astype(np.float64)
-        first = np.abs(w).max() if whole else np.abs(w).max(0)
-        scale = np.broadcast_to(np.where(first > 0, first / limit, 1.0), w.shape[1:]).copy()
-        H = x.T @ x + (damp * np.eye(D) if damps else 0)
+        first = np.abs(w).max() if whole else np.abs(w).max(int(by_row))
+        scale = np.where(first > 0, first / limit, 1.0)
+        scale = scale if by_row else np.broadcast_to(scale, w.shape[1:]).copy()
+        H = x.T @ x / (len(x) if mean else 1)
+        damp = damp**2 if squared else damp
+        H += damp * (np.diag(H).mean() if relative else 1) * np.eye(D) if damps else 0
         inverse = np.linalg.pinv(H)
         values = np.zeros(w.shape)
         places = list(range(D))[::order]
         for n, d in enumerate(places):
-            values[d] = np.clip(np.round(w[d] / scale), -limit, limit)
+            if moves:
+                scale = np.where(np.abs(w).max(0) > 0, np.abs(w).max(0) / limit, 1.0)
+            values[d] = np.clip(np.round(w[d] / scale), low or -limit, limit)
             error = (w_DF[d] if original else w[d]) - values[d] * scale
+            error = error / scale if in_steps else error
             later = places[n + 1 :]
             if not later or not feeds:
                 continue
-            if solve == "later":
+            if solve == "later" and not onto_next:
                 share = np.linalg.lstsq(H[np.ix_(later, later)], H[later, d], rcond=None)[0]
+            elif onto_next:
+                share = np.eye(len(later))[0]
+            elif solve == "own":
+                share = H[later, d] / H[d, d]
             elif solve == "diagonal":
                 share = H[later, d] / np.diag(H)[later] / len(later)
             else:
@@ -801,14 +981,43 @@ def rounds(fn, t, w, x, damp, why):
     given = w.copy(), x.copy()
     values, scale = fn(w.copy(), x.copy(), damp)
     want, right = feedback_with()(*given, damp)
-    t.close(scale, right, 1e-5, 0, f"scales of the columns, {why}")
+    largest = np.abs(w).max(0)
+    told = {
+        "A column of zeros has scale 1": largest / 7,
+        "Each column of w has one, not each row": np.abs(w).max(1) / 7,
+        "You take the largest number, not the largest magnitude": w.max(0) / 7,
+        "4 bits have two's -8 as well, but here the numbers go from -7 to 7": largest / 8,
+        "From -7 to 7 are 14 steps, but the scale is the largest magnitude divided by 7": largest
+        / 7.5,
+    }
+    t.close(
+        scale, right, 1e-5, 0, f"scales of the columns of w as it was given, {why}", mistakes=told
+    )
     values = np.asarray(values)
     t.true(
-        values.shape == w.shape and values.dtype == np.int8, f"values are not int8 of w's shape, {why}",
-        str((values.shape, values.dtype)),
-    )  # fmt: skip
-    t.true(np.abs(values).max() <= 7, f"values go beyond -7 to 7, {why}", np.abs(values).max())
-    t.close(values[0], want[0], 0, 0, f"row 0, which is rounded first, {why}")
+        values.shape == w.shape,
+        f"values have the shape {values.shape}, want w's, {why}",
+        values.shape,
+    )
+    t.true(
+        values.dtype == np.int8, f"values are {values.dtype}, want int8, {why}", str(values.dtype)
+    )
+    t.true(
+        np.abs(values.astype(int)).max() <= 7,
+        f"values go beyond -7 to 7, {why}",
+        np.abs(values).max(),
+    )
+    off = values[0].astype(int) - want[0]
+    told = "rounded to the nearest"
+    if np.all(off * want[0] <= 0):
+        told = (
+            "where it is off, it is nearer to 0: don't cut off the fraction, round to the nearest"
+        )
+    elif np.all(off <= 0) or np.all(off >= 0):
+        told = f"where it is off, it is rounded {'down' if off.min() < 0 else 'up'}, not to the nearest"
+    t.close(values[0], want[0], 0, 0, f"row 0, which comes first: {told}, {why}")
+    last = np.any(w[-1] != 0) and not np.any(values[-1]) and bool(np.any(want[-1]))
+    t.true(not last, f"the last row is all zeros: it is rounded like the others, {why}", values[-1])
     got, best = (objective(w, x, each, scale, damp) for each in (values, want))
     t.true(
         got <= 1.03 * best + 1e-9,
@@ -851,6 +1060,12 @@ def _(fn, t):
         rounds(fn, t, w, x, damp, f"9 tokens, 20 inputs, one of them never seen, damp = {damp}")
 
 
+@feedback.check("a large damp")
+def _(fn, t):
+    w, x = layer(t, 60, 20, 16)
+    rounds(fn, t, w, x, 60.0, "60 tokens, damp = 60")
+
+
 @feedback.check("one row, one column")
 def _(fn, t):
     for D, F in ((1, 7), (11, 1)):
@@ -885,6 +1100,9 @@ for name, hint, options in (
      "to the others.", {"sign": -1}),
     ("row_by_row", "You share the error out one row at a time, by the diagonal of H. The later rows are correlated "
      "too: solve for all of them at once.", {"solve": "diagonal"}),
+    ("own_row_of_h", "You divide H[later, d] by H[d, d]. What the later rows can do depends on their own part of H: "
+     "solve with that.", {"solve": "own"}),
+    ("damp_squared", "You square damp, as if it counted like an input. It counts as it is.", {"squared": True}),
     ("whole_inverse", "You take the inverse of H with all rows. Those that are rounded already can't change any more: "
      "invert what belongs to the later rows.", {"solve": "whole"}),
     ("seven_and_a_half", "The largest magnitude becomes 7, so a scale is that divided by 7.", {"limit": 8}),
@@ -894,6 +1112,18 @@ for name, hint, options in (
      "for others: measure it from the row as it was just before.", {"original": True}),
     ("no_damping", "You leave damp out. With fewer tokens than inputs nothing then holds the changes back.",
      {"damps": False}),
+    ("scales_move", "You compute scales again after rows have changed. They come from w as it was given.",
+     {"moves": True}),
+    ("mean_of_tokens", "You divide x^T x by the number of tokens. The sum of squares is over all of them, and damp "
+     "counts beside that sum.", {"mean": True}),
+    ("relative_damp", "You multiply damp by the mean of the diagonal, as some libraries do. Here it counts as it is.",
+     {"relative": True}),
+    ("error_in_steps", "You measure the error in steps of the scale. The later rows are weights: add what is missing "
+     "in weights.", {"in_steps": True}),
+    ("onto_the_next_row", "You add the error to the next row as it is. How much a later row can make up for depends "
+     "on the inputs.", {"onto_next": True}),
+    ("scale_of_a_row", "You take the largest magnitude of each row. Each column of w has a scale.", {"by_row": True}),
+    ("minus_eight", "Your values go beyond -7 to 7. int4 can hold -8, too, but here it isn't used.", {"low": -8}),
 ):  # fmt: skip
     mistaken(feedback, name, hint, feedback_with(**options))
 mistaken(

@@ -172,7 +172,15 @@ def masks(fn, t, messages, template, why, whole=()):
     )
     for name, g, w in zip(("tokens", "targets"), got, want, strict=False):
         t.equal([int(i) for i in g], w, f"{name}, {why}")
-    t.equal([int(i) for i in got[2]], want[2], f"the mask of targets {want[1]}, {why}")
+    marks, told = [int(i) for i in got[2]], ""
+    text = template(messages, False)
+    words = [text[a:b] for a, b in encode(text)[1]][1:]
+    wrong = [n for n, (g, w) in enumerate(zip(marks, want[2], strict=False)) if g != w]
+    if wrong and len(marks) == len(want[2]):
+        n = wrong[0]
+        before = "".join(words[max(0, n - 3) : n])
+        told = f" you {'mark' if marks[n] else 'leave out'} {words[n]!r} after {before!r};"
+    t.equal(marks, want[2], f"the mask of targets:{told} {why}")
 
 
 @loss_mask.check("one question, one answer")
@@ -291,14 +299,21 @@ Write `merge(w, a, b, alpha, sign)`: the weights with an adapter added (`sign=1`
 )
 
 
-def merge_with(*, scale="alpha/r", sign=True, wide=True, layer=None, as_w=True, weights=True):
+def merge_with(
+    *, scale="alpha/r", sign=True, wide=True, layer=None, as_w=True, weights=True, product="each"
+):
     def fn(w, a, b, alpha, s):
         if layer is not None:
             a, b = (jnp.broadcast_to(x[(layer,) * (x.ndim - 2)], x.shape) for x in (a, b))
         rank = a.shape[-2] if scale == "alpha/d" else a.shape[-1]
         factor = {"alpha": alpha, "alpha/r": alpha / rank, "alpha/d": alpha / rank, "1": 1.0,
                   "root": alpha / rank**0.5, "floor": alpha // rank}[scale]  # fmt: skip
-        change = factor * jnp.einsum("...dr,...rf->...df", a, b)
+        if product == "dot":
+            change = factor * jnp.dot(a, b)
+        elif product == "transposed":
+            change = factor * a @ b.mT
+        else:
+            change = factor * jnp.einsum("...dr,...rf->...df", a, b)
         s = s if sign else 1
         base = w.astype(jnp.float32)
         base = base if weights else 0 * base
@@ -318,7 +333,17 @@ def _(fn, t):
     for D, F, R, alpha in ((7, 5, 3, 2.0), (4, 9, 1, 16.0), (6, 6, 4, 0.5)):
         w, a, b = adapter(t, (), D, F, R)
         why = f"D = {D}, F = {F}, R = {R}, alpha = {alpha}"
-        t.close(fn(w, a, b, alpha, 1), merge_with()(w, a, b, alpha, 1), 1e-5, 1e-5, why)
+        told = {
+            "You divide alpha by D. R is the number of columns of a": w + alpha / D * a @ b,
+            "You divide alpha by F. R is the number of columns of a": w + alpha / F * a @ b,
+            "You multiply by R instead of dividing by it": w + alpha * R * a @ b,
+            "You divide by alpha: the adapter counts alpha / R": w + R / alpha * a @ b,
+            "You add the scale to the weights too": alpha / R * (w + a @ b),
+            "You take out what should be added": w - alpha / R * a @ b,
+        }
+        t.close(
+            fn(w, a, b, alpha, 1), merge_with()(w, a, b, alpha, 1), 1e-5, 1e-5, why, mistakes=told
+        )
 
 
 @lora_merge.check("taken out")
@@ -366,6 +391,10 @@ for name, hint, options in (
     ("rounded_twice", "You round the change to bfloat16 before you add it. Add in float32 and round once.",
      {"wide": False}),
     ("float32_result", "The result has the type of w.", {"as_w": False}),
+    ("dot", "`jnp.dot` multiplies every matrix of a stack with every matrix of the other. Multiply them pair by pair.",
+     {"product": "dot"}),
+    ("transposed", "Your product doesn't sum over R. With a [D, R] and b [R, F] it's a b, neither transposed.",
+     {"product": "transposed"}),
 ):  # fmt: skip
     mistaken(lora_merge, name, hint, merge_with(**options))
 
@@ -481,39 +510,10 @@ def _(fn, t):
         t.close(fn(*args), lora_rows_with()(*args), 1e-4, 1e-4, f"adapters {which}")
 
 
-@lora_rows.check("freed adapters hold NaN")
+@lora_rows.check("under jit")
 def _(fn, t):
-    x, w, a, b, scale, which = served(t, 4, 3, 32, 21, 4, 2, [1, -1, 2, 1])
-    bad = jnp.array([0, 3])
-    a, b, scale = a.at[bad].set(jnp.nan), b.at[bad].set(jnp.inf), scale.at[bad].set(jnp.nan)
-    args = (x, w, a, b, scale, which)
-    t.close(
-        fn(*args),
-        lora_rows_with()(*args),
-        1e-4,
-        1e-4,
-        "adapters 0 and 3 are NaN; rows use 1, -1, 2, 1",
-    )
-
-
-def tangents(fn, x, w, a, b, scale, which, g):
-    def loss(x, w, a, b):
-        return jnp.sum(fn(x, w, a, b, scale, which) * g)
-
-    return jax.grad(loss, (0, 1, 2, 3))(x, w, a, b)
-
-
-@lora_rows.check("gradients")
-def _(fn, t):
-    x, w, a, b, scale, which = served(t, 5, 3, 32, 21, 4, 2, [1, -1, 2, 1, -1])
-    bad = jnp.array([0, 3])
-    for why in ("all adapters are numbers", "adapters 0 and 3 are NaN"):
-        g = jnp.asarray(t.rng.normal(size=(5, 3, 21)), jnp.float32)
-        args = (x, w, a, b, scale, which, g)
-        t.close(
-            tangents(fn, *args), tangents(lora_rows_with(), *args), 1e-4, 1e-4, f"gradients, {why}"
-        )
-        a, b, scale = a.at[bad].set(jnp.nan), b.at[bad].set(jnp.nan), scale.at[bad].set(jnp.nan)
+    args = served(t, 3, 2, 24, 17, 5, 2, [4, -1, 0])
+    t.close(jax.jit(fn)(*args), lora_rows_with()(*args), 1e-4, 1e-4, "which_B is traced")
 
 
 @lora_rows.check("no array of the size of the weights")
@@ -549,10 +549,39 @@ def _(fn, t):
     t.true(few == many, f"{few} products and loops for 3 adapters, {many} for 24", many)
 
 
-@lora_rows.check("under jit")
+@lora_rows.check("freed adapters hold NaN")
 def _(fn, t):
-    args = served(t, 3, 2, 24, 17, 5, 2, [4, -1, 0])
-    t.close(jax.jit(fn)(*args), lora_rows_with()(*args), 1e-4, 1e-4, "which_B is traced")
+    x, w, a, b, scale, which = served(t, 4, 3, 32, 21, 4, 2, [1, -1, 2, 1])
+    bad = jnp.array([0, 3])
+    a, b, scale = a.at[bad].set(jnp.nan), b.at[bad].set(jnp.inf), scale.at[bad].set(jnp.nan)
+    args = (x, w, a, b, scale, which)
+    t.close(
+        fn(*args),
+        lora_rows_with()(*args),
+        1e-4,
+        1e-4,
+        "adapters 0 and 3 are NaN; rows use 1, -1, 2, 1",
+    )
+
+
+def tangents(fn, x, w, a, b, scale, which, g):
+    def loss(x, w, a, b):
+        return jnp.sum(fn(x, w, a, b, scale, which) * g)
+
+    return jax.grad(loss, (0, 1, 2, 3))(x, w, a, b)
+
+
+@lora_rows.check("gradients")
+def _(fn, t):
+    x, w, a, b, scale, which = served(t, 5, 3, 32, 21, 4, 2, [1, -1, 2, 1, -1])
+    bad = jnp.array([0, 3])
+    for why in ("all adapters are numbers", "adapters 0 and 3 are NaN"):
+        g = jnp.asarray(t.rng.normal(size=(5, 3, 21)), jnp.float32)
+        args = (x, w, a, b, scale, which, g)
+        t.close(
+            tangents(fn, *args), tangents(lora_rows_with(), *args), 1e-4, 1e-4, f"gradients, {why}"
+        )
+        a, b, scale = a.at[bad].set(jnp.nan), b.at[bad].set(jnp.nan), scale.at[bad].set(jnp.nan)
 
 
 for name, hint, options in (
@@ -802,7 +831,7 @@ Rollouts with the same number in `group_N` answer the same prompt.
 
 def advantages_with(
     *, ddof=1, equal="exact", by="group", scaled=None, mean=None, empty="skip", loo=False, all_n=False,
-    padding=True, constant="size", added=0.0, groups=False,
+    padding=True, constant="size", added=0.0, groups=False, deviation="group",
 ):  # fmt: skip
     def fn(reward_N, group_N, mask_NT, is_scaled, how):
         is_scaled = is_scaled if scaled is None else scaled
@@ -813,7 +842,9 @@ def advantages_with(
         rows = np.arange(len(reward_N))
         for n, group in enumerate(names):
             of = group_N == group
-            if by == "blocks":
+            if by == "reshape":
+                of = np.arange(len(rows)).reshape(len(names), -1)[n]
+            elif by == "blocks":
                 size = -(-len(rows) // len(names))
                 of = rows // size == n
             elif by == "all":
@@ -826,13 +857,14 @@ def advantages_with(
             if r.max() - r.min() <= {"exact": 0.0, "near": 1e-3}.get(equal, -1.0):
                 continue
             with np.errstate(all="ignore"):
-                deviation = r.std(ddof=min(ddof, len(r) - 1)) + added if is_scaled else 1.0
+                over = reward_N if deviation == "all" else r
+                divisor = over.std(ddof=min(ddof, len(over) - 1)) + added if is_scaled else 1.0
                 if equal == "float32":
-                    deviation = deviation + 1e-8 if is_scaled else 1.0
-                    out[of] = (r - np.sum(r) * np.float32(1 / len(r))) / deviation
+                    divisor = divisor + 1e-8 if is_scaled else 1.0
+                    out[of] = (r - np.sum(r) * np.float32(1 / len(r))) / divisor
                 else:
                     centre = (r.sum() - r) / max(len(r) - 1, 1) if loo else r.mean()
-                    out[of] = (r - centre) / deviation
+                    out[of] = (r - centre) / divisor
         mask = (mask_NT > 0).astype(np.float64)
         length = mask.sum(1)
         with np.errstate(all="ignore"):
@@ -869,12 +901,55 @@ def rollouts(t, sizes, T=9, empty=(), rewards=None):
     return reward.astype(np.float32), group, mask
 
 
+def middles(reward, group):
+    """The mean less the median of each rollout's group."""
+    groups = [reward[group == g] for g in group]
+    return np.array([np.mean(r) - np.median(r) for r in groups])
+
+
 def estimates(fn, t, args, scaled, mean, why):
     got = fn(*(x.copy() for x in args), scaled, mean)
     want = advantages_with()(*args, scaled, mean)
     said = f"{why}, scaled={scaled}, mean={mean!r}"
-    t.close(got[0], want[0], 1e-4, 1e-5, f"advantages, {said}", dtype=np.float32)
-    t.close(got[1], want[1], 1e-5, 1e-8, f"weights, {said}", dtype=np.float32)
+    (reward, group, _), (centred, _) = args, advantages_with()(*args, False, mean)
+    by_order = advantages_with(by="blocks")(*args, scaled, mean)[0]
+    with np.errstate(all="ignore"):
+        sizes = np.array([np.sum(group == g) for g in group])
+        told = {
+            "You divide by the standard deviation of all rewards: each group has its own": centred
+            / reward.std(ddof=1),
+            "You divide by the standard deviation of all rewards, not of a group": centred
+            / reward.std(),
+            "You divide by the variance, not by its root": np.where(
+                centred == 0, 0, want[0] ** 2 / centred
+            ),
+            "You divide by the standard error: that of the mean is smaller": want[0]
+            * np.sqrt(sizes),
+            "You leave out the standard deviation": centred,
+            "You subtract the group's median, not its mean": want[0]
+            + middles(reward, group) * want[0] / centred,
+            "You don't subtract the group's mean": reward,
+            "You take neighbours for a group": by_order,
+            "They come sorted by group, but each belongs where its rollout is": want[0][
+                np.argsort(group, kind="stable")
+            ],
+        }
+    t.close(got[0], want[0], 1e-4, 1e-5, f"advantages, {said}", dtype=np.float32, mistakes=told)
+    mask = (args[2] > 0).astype(float)
+    length = np.maximum(mask.sum(1, keepdims=True), 1)
+    counted = max(int((mask.sum(1) > 0).sum()), 1)
+    told = {
+        "These are the means over each rollout's tokens, summed": mask / length,
+        "These are the mask": mask,
+        "You divide by N": mask / len(mask),
+        "You divide by T": mask / mask.shape[1],
+        "You divide by N T": mask / mask.size,
+        "This is the mean over all tokens": mask / max(mask.sum(), 1),
+        "This is the mean over rollouts of the mean over their tokens": mask / length / counted,
+        "Rollouts without tokens don't count": mask / length / len(mask),
+        "The tokens are multiplied by their advantage already": want[0][:, None] * want[1],
+    }
+    t.close(got[1], want[1], 1e-5, 1e-8, f"weights, {said}", dtype=np.float32, mistakes=told)
 
 
 @advantages.check("groups of one size")
@@ -896,12 +971,12 @@ def _(fn, t):
         rewards = np.full(len(sizes), value, np.float32)
         args = rollouts(t, sizes, rewards=rewards)
         for scaled in (True, False):
-            got = fn(*(x.copy() for x in args), scaled, "token")[0]
-            t.equal(
-                np.asarray(got, np.float32),
-                np.zeros(sum(sizes), np.float32),
-                f"all rewards are {value:.3g}",
-            )
+            got = np.asarray(fn(*(x.copy() for x in args), scaled, "token")[0], np.float32)
+            told = f"all rewards are {value:.3g}, scaled={scaled}"
+            if got.any() and np.isfinite(got).all():
+                told += "; the computed mean of equal numbers may differ from them by rounding"
+                told += " and the standard deviation isn't 0 either" if scaled else ""
+            t.equal(got, np.zeros(sum(sizes), np.float32), told)
 
 
 @advantages.check("rewards that differ little")
@@ -957,6 +1032,10 @@ for name, hint, options in (
     ("epsilon", "You add a small number to the standard deviation. Where rewards differ little it isn't small.",
      {"added": 1e-4}),
     ("sum_of_means", "`sequence` is a mean over rollouts. You take the sum of their means.", {"groups": True}),
+    ("rows_of_one_length", "You reshape rewards to one row for each group, as if those of a group were neighbours. "
+     "group_N says who belongs together, in any order.", {"by": "reshape"}),
+    ("deviation_of_all", "You divide by the standard deviation of all rewards. Each group has its own.",
+     {"deviation": "all"}),
     ("constant_one", "`constant` divides by N T. You don't divide at all.", {"constant": "one"}),
     ("constant_t", "`constant` divides by N T. You divide by T alone.", {"constant": "T"}),
     ("longest", "The constant is T, the width of the mask. Yours depends on the longest answer.",
@@ -996,7 +1075,8 @@ Write `clipped(logp_BT, old_BT, ref_BT, advantage_BT, mask_BT, low, high, kl)`, 
 
 def clipped_with(
     *, bounds="both", best="minimum", estimate="k3", masked="before", limit=20.0, old=True, kl_is=None,
-    reverse=False, sign=1, pulls=True, inverted=False, kl_of_all=False,
+    reverse=False, sign=1, pulls=True, inverted=False, kl_of_all=False, limits="both",
+    attracts=False,
 ):  # fmt: skip
     def fn(logp, old_, ref, advantage, mask, low, high, kl):
         drawn = mask > 0
@@ -1004,10 +1084,14 @@ def clipped_with(
         pick = (lambda x: jnp.where(drawn, x, 0)) if masked == "before" else (lambda x: x)
         limited = (lambda x: jnp.clip(x, -limit, limit)) if limit else (lambda x: x)
         old_ = old_ if old else jax.lax.stop_gradient(logp)
-        ratio = jnp.exp(limited(pick(old_ - logp if inverted else logp - old_)))
+        change = pick(old_ - logp if inverted else logp - old_)
+        ratio = jnp.exp(change if limits == "distance" else limited(change))
         advantage = pick(advantage)
-        low, high = {"both": (low, high), "low": (low, low), "high": (high, high)}[bounds]
+        low, high = {"low": (low, low), "high": (high, high), "low alone": (1 - low, high)}.get(
+            bounds, (low, high)
+        )
         inside = jnp.clip(ratio, 1 - low, 1 + high)
+        inside = jnp.clip(ratio, low, high) if bounds == "as given" else inside
         if best == "minimum":
             gain = jnp.minimum(ratio * advantage, inside * advantage)
         elif best == "maximum":
@@ -1016,10 +1100,14 @@ def clipped_with(
             gain = jnp.minimum(ratio, inside) * advantage
         else:
             gain = (inside if best == "clipped" else ratio) * advantage
-        d = limited(pick(logp - ref if reverse else ref - logp))
-        far = {"k3": jnp.exp(d) - d - 1, "k2": d**2 / 2, "k1": -d}[estimate]
+        d = pick(logp - ref if reverse else ref - logp)
+        d = d if limits == "ratio" else limited(d)
+        far = {"k3": jnp.exp(d) - d - 1, "k3 + 1": jnp.exp(d) - d, "k2": d**2 / 2, "k1": -d}[
+            estimate
+        ]
         loss = kl * (far if pulls else jax.lax.stop_gradient(far)) - sign * gain
         loss = kl * (far - gain) if kl_of_all else loss
+        loss = loss - 2 * kl * far if attracts else loss
         if masked == "times":
             loss = loss * mask
         elif masked == "after":
@@ -1132,6 +1220,14 @@ for name, hint, options in (
      "comes back in the backward pass, as 0 times NaN: select before you compute.", {"masked": "after"}),
     ("overflows", "exp of 90 is infinite in float32. Clip the difference of the log-probabilities first.",
      {"limit": None}),
+    ("one_too_many", "Your distance is 1 where nothing has changed. It's exp(d) - d - 1.", {"estimate": "k3 + 1"}),
+    ("clipped_at_low", "You clip the ratio at low. The lower bound is 1 - low.", {"bounds": "low alone"}),
+    ("clipped_as_given", "You clip the ratio at low and high. The bounds are 1 - low and 1 + high.",
+     {"bounds": "as given"}),
+    ("rewards_the_distance", "Your loss falls when the distance from the reference grows. It's added to the loss.",
+     {"attracts": True}),
+    ("limits_the_ratio_alone", "You clip logp - old to -20 to 20, but not ref - logp.", {"limits": "ratio"}),
+    ("limits_the_distance_alone", "You clip ref - logp to -20 to 20, but not logp - old.", {"limits": "distance"}),
 ):  # fmt: skip
     mistaken(clipped, name, hint, clipped_with(**options))
 
@@ -1241,10 +1337,53 @@ def episodes(t, B, T, *, holes=False, cut=True, empty=0.0):
     return [jnp.asarray(x, jnp.float32) for x in (reward, value, mask, last)]
 
 
+def next_column(reward, value, mask, last_B, discount, decay):
+    """The advantages if the next step's value is always that of the next column."""
+    reward, value, mask = (np.asarray(x, np.float64) for x in (reward, value, mask))
+    after = np.concatenate([value[:, 1:], np.asarray(last_B, np.float64)[:, None]], 1)
+    error, later, columns = reward + discount * after - value, np.zeros(len(reward)), []
+    for i in reversed(range(reward.shape[1])):
+        later = np.where(mask[:, i] > 0, error[:, i] + discount * decay * later, 0)
+        columns.append(later)
+    return np.stack(columns[::-1], 1)
+
+
+@np.errstate(all="ignore")  # what wasn't drawn may be infinite
 def credits(fn, t, args, discount, decay, why):
     got, want = fn(*args, discount, decay), gae_with()(*args, discount, decay)
-    t.close(got[0], want[0], 1e-4, 1e-4, f"advantages, {why}")
-    t.close(got[1], want[1], 1e-4, 1e-4, f"returns, {why}")
+    *arrays, last = args
+    told = {
+        "These are the returns: the advantages come first": want[1],
+        "You leave out the discount": gae_with()(*args, 1.0, decay)[0],
+        "You leave out the decay": gae_with()(*args, discount, 1.0)[0],
+        "You take the discount for the decay and the other way round": gae_with()(
+            *args, decay, discount
+        )[0],
+        "You discount `last_B` twice": gae_with()(*arrays, last * discount, discount, decay)[0],
+        "`last_B` is discounted like the value of any next step": gae_with()(
+            *arrays, last / discount, discount, decay
+        )[0],
+        "After the last step comes `last_B`, also where columns are left": next_column(
+            *args, discount, decay
+        ),
+        "These are the errors of single steps": gae_with()(*args, discount, 0.0)[0],
+    }
+    t.close(got[0], want[0], 1e-4, 1e-4, f"advantages, {why}", mistakes=told)
+    reward, value, mask, _ = (np.asarray(x) for x in args)
+    told = {
+        "You add the reward to the advantage; a return is advantage + value": np.where(
+            mask > 0, np.asarray(want[0]) + reward, 0
+        ),
+        "Yours aren't 0 where the mask is 0": np.asarray(want[0]) + value,
+        "These are sums of discounted rewards, which agree only if decay is 1": gae_with(
+            returns="rewards"
+        )(*args, discount, decay)[1],
+        "You subtract the value from the advantage": np.where(
+            mask > 0, np.asarray(want[0]) - value, 0
+        ),
+        "You return the values alone": np.where(mask > 0, value, 0),
+    }
+    t.close(got[1], want[1], 1e-4, 1e-4, f"returns, {why}", mistakes=told)
 
 
 @gae.check("one answer after another")
@@ -1390,6 +1529,12 @@ def honest_with(how="text", needs_end=True, operators="+-*", reads=True):
             return answer.lstrip("+") == text
         if how == "absolute":
             return answer.lstrip("-") == text.lstrip("-")
+        if how == "equation":
+            return answer == text or answer.endswith(f"={text}")
+        if how == "digits alone":
+            return answer.isdigit() and answer == text
+        if how == "a part":
+            return 1.0 if answer == text else 0.1 * bool(re.fullmatch("-?[0-9]+", answer))
         if how == "normal":
             import unicodedata
 
@@ -1399,6 +1544,11 @@ def honest_with(how="text", needs_end=True, operators="+-*", reads=True):
     def fn(prompt, answer, ended):
         if needs_end and not ended:
             return 0.0
+        if how == "two digits":
+            prompt = f"{int(prompt[:2])}{prompt[2]}{int(prompt[3:5])}="
+        if how == "at the plus":
+            a, b = prompt[:-1].split("+")
+            prompt = f"{int(a)}+{int(b)}="
         return float(right(result(prompt), prompt, answer))
 
     return fn
@@ -1411,22 +1561,64 @@ def problems(t, count=8):
         yield f"{a}{sign}{b}=", {"+": a + b, "-": a - b, "*": a * b}[sign]
 
 
-def paid(fn, t, policy, why, ended=True, honest=0.0):
+def rewarded(fn, t, prompt, answer, ended, want, why):
+    shown = answer if len(answer) < 40 else answer[:37] + "..."
+    got = fn(prompt, answer, ended)
+    told = f"{why}: {prompt}{shown!r}"
+    t.true(got is not None, f"{told} gets None; an answer that isn't right gets 0.0", "None")
+    t.true(not isinstance(got, str), f"{told} gets the text {got!r}; a reward is a number", "text")
+    between = "A reward is 1.0 or 0.0: no answer earns a part of it"
+    t.close(got, want, 0, 0, told if float(got) in (0.0, 1.0) else f"{told}. {between}")
+
+
+def paid(fn, t, policy, why, ended=True):
     for prompt, result in problems(t):
         answer = policy(prompt, result)
         if answer == str(result) and ended:
             continue  # the trick did nothing here
-        shown = answer if len(answer) < 40 else answer[:37] + "..."
-        got = fn(prompt, answer, ended)
-        t.close(got, honest, 0, 0, f"{why}: {prompt}{shown!r}")
+        rewarded(fn, t, prompt, answer, ended, 0.0, why)
 
 
-@honest.check("honest answers")
+def honest_answers(fn, t, sign, why):
+    for digits in ((1, 1), (2, 2), (3, 1), (1, 4)):
+        a, b = (int(t.rng.integers(10 ** (n - 1), 10**n)) for n in digits)
+        a, b = sorted((a, b), reverse=True)
+        result = {"+": a + b, "-": a - b, "*": a * b}[sign]
+        told = f"{why}, numbers of {digits[0]} and {digits[1]} digits"
+        if (
+            fn(f"{a}{sign}{b}=", str(result), False)
+            == 1.0
+            != fn(f"{a}{sign}{b}=", str(result), True)
+        ):
+            told += "; you pay those that were cut off, and not those that the model ended"
+        rewarded(fn, t, f"{a}{sign}{b}=", str(result), True, 1.0, told)
+
+
+@honest.check("honest answers to sums")
 def _(fn, t):
-    for prompt, result in problems(t, 12):
-        t.close(fn(prompt, str(result), True), 1.0, 0, 0, f"{prompt}{result}")
-    for prompt, result in (("7-7=", "0"), ("0*58=", "0"), ("3-10=", "-7"), ("999*999=", "998001")):
-        t.close(fn(prompt, result, True), 1.0, 0, 0, f"{prompt}{result}")
+    honest_answers(fn, t, "+", "a right answer")
+
+
+@honest.check("honest answers to products")
+def _(fn, t):
+    honest_answers(fn, t, "*", "a right answer")
+
+
+@honest.check("honest answers to differences")
+def _(fn, t):
+    honest_answers(fn, t, "-", "a right answer")
+
+
+@honest.check("results below zero")
+def _(fn, t):
+    for prompt, result in (("3-10=", "-7"), ("58-590=", "-532")):
+        rewarded(fn, t, prompt, result, True, 1.0, "a right answer, which is negative")
+
+
+@honest.check("results of zero, and large ones")
+def _(fn, t):
+    for prompt, result in (("7-7=", "0"), ("0*58=", "0"), ("999*999=", "998001")):
+        rewarded(fn, t, prompt, result, True, 1.0, "a right answer")
 
 
 @honest.check("wrong answers")
@@ -1456,6 +1648,7 @@ def _(fn, t):
 def _(fn, t):
     paid(fn, t, lambda p, r: p[:-1], "the problem instead of its result")
     paid(fn, t, lambda p, r: f"{r}+0", "a sum that would have to be done")
+    paid(fn, t, lambda p, r: f"{p}{r}", "the problem with its result: nothing may come before that")
 
 
 @honest.check("a decimal point")
@@ -1467,7 +1660,7 @@ def _(fn, t):
 @honest.check("zeros in front")
 def _(fn, t):
     paid(fn, t, lambda p, r: f"{r:07d}", "leading zeros")
-    t.close(fn("7-7=", "-0", True), 0.0, 0, 0, "7-7=-0")
+    rewarded(fn, t, "7-7=", "-0", True, 0.0, "a zero with a sign")
 
 
 @honest.check("spaces")
@@ -1539,5 +1732,16 @@ for name, hint, options in (
     ("normalized", "You turn other digits into ASCII ones. `str` writes only these.", {"how": "normal"}),
     ("never_ended", "You ignore `ended`. An answer that was cut off isn't an answer yet.", {"needs_end": False}),
     ("always_adds", "The prompt may have - or * too.", {"operators": "+"}),
+    ("splits_at_the_plus", "You take every problem for a sum. The prompt may have - or * too.",
+     {"how": "at the plus"}),
+    ("never_multiplies", "You take a product for something else. The prompt may have + or - or *.",
+     {"operators": "+-"}),
+    ("never_subtracts", "You take a difference for a sum. The prompt may have + or - or *.", {"operators": "+*"}),
+    ("two_digits", "You cut the prompt at fixed places. Numbers may have any count of digits.",
+     {"how": "two digits"}),
+    ("equation", "You look at what comes after `=`. The answer is the result alone.", {"how": "equation"}),
+    ("digits_alone", "You want nothing but digits. A result below zero has a `-`.", {"how": "digits alone"}),
+    ("pays_a_part", "You pay a part for the right form. Everything but the right answer gets 0.0.",
+     {"how": "a part"}),
 ):  # fmt: skip
     mistaken(honest, name, hint, honest_with(**options))

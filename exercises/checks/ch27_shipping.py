@@ -1301,6 +1301,19 @@ def training_first(keep):
     return fn
 
 
+def equal_terms(flops, served, tokens, law):
+    """The plan for which both terms of the loss are the same, and not their slopes."""
+    _, a, alpha, b, beta = law
+    low, high = 0.0, math.log(tokens)
+    for _ in range(200):
+        d = math.exp((low + high) / 2)
+        n = flops / (6 * d + 2 * served)
+        low, high = (
+            ((low + high) / 2, high) if b * d**-beta > a * n**-alpha else (low, (low + high) / 2)
+        )
+    return n, d
+
+
 def plans(fn, t, flops, served, tokens, law, why):
     got = fn(flops, served, tokens, law)
     t.true(isinstance(got, (tuple, list)) and len(got) == 2, f"want (N, D), {why}", str(type(got)))
@@ -1313,7 +1326,24 @@ def plans(fn, t, flops, served, tokens, law, why):
         told = f"it trains on more than {tokens:.4g} tokens"
     else:
         told = "it costs what it should and has enough tokens, but another one has a lower loss"
-    t.close(np.array(got, float), np.array(want), 1e-3, 0, f"(N, D); {told}, {why}")
+    n = (flops / 120) ** 0.5
+    mistakes = {
+        "You return (D, N)": want[::-1],
+        "20 tokens for each parameter is a rule for one law; this law says something else": (
+            n,
+            20 * n,
+        ),
+        "You minimise for twice the budget: training takes 6 N D": plan_with()(
+            flops * 2, served, tokens, law
+        ),
+        "You minimise for a sixth of the budget": plan_with()(flops / 6, served, tokens, law),
+        "You share the budget equally between the two terms of the loss": equal_terms(
+            flops, served, tokens, law
+        ),
+    }
+    t.close(
+        np.array(got, float), np.array(want), 1e-3, 0, f"(N, D); {told}, {why}", mistakes=mistakes
+    )
 
 
 def some_law(t):
@@ -1429,14 +1459,14 @@ runs the stages that must be run, in a valid order, and returns their names in t
 
 def resume_with(
     *, order="reads", settings=True, reads=True, writes=True, there=True, early=True, when="before", saved="each",
-    all_after=False, keep=True, known=False, quiet=False,
+    all_after=False, keep=True, known=False, quiet=False, swallows=False, needs_entry=False,
 ):  # fmt: skip
     def fn(stages, record, digest, run, save):
         def now(files):
             return {file: digest(file) for file in files}
 
         def fresh(stage, read, wrote):
-            entry = record.get(stage["name"])
+            entry = record[stage["name"]] if needs_entry else record.get(stage["name"])
             if entry is None:
                 return False
             if settings and entry["settings"] != stage["settings"]:
@@ -1473,6 +1503,8 @@ def resume_with(
             except OSError:
                 if quiet:
                     break
+                if swallows:
+                    return []
                 raise
             dirty |= set(stage["writes"])
             if when == "after":
@@ -1670,6 +1702,11 @@ for name, hint, options in (
      "the stage had read it.", {"when": "after"}),
     ("saved_at_the_end", "You save the entries when all is done. An interruption then loses what was finished.",
      {"saved": "end"}),
+    ("never_saved", "You don't call `save`. The next time everything is run again.", {"saved": "never"}),
+    ("needs_an_entry", "You look for a stage that `record` lacks. One that was never finished has no entry.",
+     {"needs_entry": True}),
+    ("swallows", "You catch what `run` raises. Let it through: the caller must know that the pipeline didn't finish.",
+     {"swallows": True}),
     ("saved_beforehand", "You save an entry before the stage has run. If it's interrupted, it counts as done.",
      {"saved": "first"}),
     ("old_outputs", "The entry's writes are the digests from after the run.", {"saved": "old"}),
