@@ -265,7 +265,7 @@ def quantize(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="text for which to round projections (GPTQ); data: the run's own",
+            help="text for which to round projections in 4 bits (GPTQ); data: the run's own",
         ),
     ] = None,
     sweep: Annotated[

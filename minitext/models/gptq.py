@@ -4,8 +4,7 @@ A product's error is what counts, not a weight's. With the second moments H = X^
 error of outputs X (W - Q) is the sum over outputs of (w - q)^T H (w - q). Rounding the weights of one input changes
 the best values of those not yet rounded, by a step that the inverse of H gives (Frantar et al. 2023, "GPTQ: Accurate
 Post-Training Quantization for Generative Pre-trained Transformers", algorithm 1). A block's scales are set when its
-first input is reached. Errors reach later blocks a whole block at a time, as one product, and scales by channel are set
-before the first input: there the blocks only save time.
+first input is reached.
 
 Chapters: 25.
 """
@@ -16,10 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from minitext.models.quantization import Quantized
-from minitext.models.quantized_storage import decode, encode, in_blocks, out_of_blocks, scales
+from minitext.models.quantized_storage import decode, encode, in_blocks, scales
 
 DAMPING = 0.01  # of the mean second moment, added to each: an input that is always 0 has no inverse
-LAZY = 128  # inputs of a block where scales are by channel
 # Of the largest number, among which a block's scale is chosen.
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 
@@ -37,21 +35,17 @@ def store_calibrated(
       block: as in `store`.
     """
     D = w_DF.shape[0]
-    blocks_NBF = in_blocks(w_DF, block or LAZY)
+    blocks_NBF = in_blocks(w_DF, block)
     N, B = blocks_NBF.shape[:2]
     upper = _inverse_factor(moments_DD)
     filled = N * B - D  # inputs that fill up the last block depend on no others
     ends = jnp.concatenate([jnp.zeros(D), jnp.ones(filled)])
     upper = jnp.pad(upper, (0, filled)) + jnp.diag(ends)
-    importance_D1 = jnp.diag(moments_DD)[:, None]
-    importance_NB1 = in_blocks(importance_D1, block or LAZY)
-    channel_1F = None if block else _best_scale(w_DF, importance_D1, kind, block)
+    importance_N = jnp.reshape(jnp.pad(jnp.diag(moments_DD), (0, filled)), (N, B, 1))
 
     def one_block(w_NBF, number):
         w_BF = w_NBF[number]
-        scale_1F = channel_1F
-        if scale_1F is None:
-            scale_1F = _best_scale(w_BF, importance_NB1[number], kind, block)
+        scale_1F = _best_scale(w_BF, importance_N[number], kind, block)
         start = number * B
         rows_BD = jax.lax.dynamic_slice_in_dim(upper, start, B)
         own_BB = jax.lax.dynamic_slice_in_dim(rows_BD, start, B, axis=1)
@@ -70,8 +64,6 @@ def store_calibrated(
         return w_NBF - jnp.reshape(change, w_NBF.shape), (rounded_BF, scale_1F)
 
     _, (rounded_NBF, scale_N1F) = jax.lax.scan(one_block, blocks_NBF, jnp.arange(N))
-    if not block:
-        rounded_NBF, scale_N1F = out_of_blocks(rounded_NBF, D)[None], scale_N1F[:1]
     return Quantized(encode(rounded_NBF, kind, scale_N1F), scale_N1F)
 
 

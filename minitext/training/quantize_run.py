@@ -27,7 +27,7 @@ from minitext.data.tokenizer import load_tokenizer
 from minitext.errors import UserError, did_you_mean, rule_of
 from minitext.models.gptq import store_calibrated
 from minitext.models.quantization import Quantized
-from minitext.models.quantized_storage import StoredWeight, restore, store, stored_weights
+from minitext.models.quantized_storage import PACKED, StoredWeight, restore, store, stored_weights
 from minitext.models.transformer import Transformer
 from minitext.sharding.mesh import make_mesh
 from minitext.training import calibration
@@ -126,9 +126,9 @@ def quantize_run(
       directory: a run with float32 weights.
       target: the run directory to make.
       rules: as in `model.storage`.
-      calibrate: a text file, or `calibration.OWN` for the run's own text: projections are rounded for what they see in
-        it (`minitext.models.gptq`), for which the whole model and its inputs' moments are in memory. None: every weight
-        is rounded to the nearest number.
+      calibrate: a text file, or `calibration.OWN` for the run's own text: projections in 4 bits are rounded for what
+        they see in it (`minitext.models.gptq`), for which the whole model and its inputs' moments are in memory. None:
+        every weight is rounded to the nearest number.
 
     Returns:
       A row for each parameter, in the order of the checkpoint.
@@ -253,13 +253,17 @@ def _squares(w: jax.Array, found: Quantized, *, kind: str, block: int | None, ax
 def _moments(
     directory: Path | str, source: str, weights: Mapping[str, StoredWeight]
 ) -> dict[str, np.ndarray]:
-    """Returns the moments of the inputs of stored projections, by their names."""
+    """Returns the moments of the inputs of projections in 4 bits, by their names."""
+    named = [name for name, weight in weights.items() if weight.kind in PACKED and weight.block]
+    useless = UserError(
+        "--calibrate has no effect: it rounds projections in blocks of 4 bits, such as --rules int4"
+    )
+    if not named:
+        raise useless
     cfg, params, tokenizer, _ = load_run(directory)
     found = calibration.input_moments(cfg, params, calibration.read_rows(source, cfg, tokenizer))
-    if not (kept := {name: moments for name, moments in found.items() if name in weights}):
-        raise UserError(
-            "--calibrate has no effect: it rounds projections of the layers, and the rules store none of them"
-        )
+    if not (kept := {name: moments for name, moments in found.items() if name in named}):
+        raise useless
     return kept
 
 
@@ -313,7 +317,7 @@ def sweep(
       directory: a run with float32 weights.
       text: a text file to measure; None: the run's validation text. At most `calibration.ROWS` rows of data.seq_len
         tokens are read.
-      calibrate: as in `quantize_run`; then each preset is also measured calibrated.
+      calibrate: as in `quantize_run`; then presets with 4 bits are also measured calibrated.
 
     Raises:
       UserError: what `quantize_run` raises, or if the text can't be read.
@@ -330,7 +334,7 @@ def sweep(
     tried: list[tuple[str, tuple[StorageRule, ...], dict[str, np.ndarray]]] = [("float32", (), {})]
     for name, rules in STORAGE_PRESETS.items():
         tried.append((name, rules, {}))
-        if moments:
+        if moments and any(rule.dtype in PACKED for rule in rules):
             tried.append((f"{name} calibrated", rules, moments))
     found = []
     with terminal.of_slow_work(len(tried), "measuring") as advance:
@@ -358,8 +362,10 @@ def store_parameters(cfg: Config, params: Any, moments: Mapping[str, np.ndarray]
     model = nnx.eval_shape(lambda: Transformer(cfg.model, rngs=nnx.Rngs(0)))
     weights, values = abstract_weights(cfg), {}
     for name, w in leaves.named(params).items():
-        made, _ = quantize_parameter(name, np.asarray(w), weights.get(name), moments.get(name))
-        values |= made
+        weight = weights.get(name)
+        is_packed = weight is not None and weight.kind in PACKED and weight.block is not None
+        seen = moments.get(name) if is_packed else None
+        values |= quantize_parameter(name, np.asarray(w), weight, seen)[0]
     return leaves.rebuild(nnx.state(model), values)
 
 

@@ -18,10 +18,9 @@ def inputs(width):
 
 
 @pytest.mark.parametrize(
-    ("kind", "block"), [("int4", 32), ("int4", None), ("nf4", 24), ("int8", None), ("fp8", None)]
+    ("kind", "block"), [("int4", 32), ("int4", None), ("nf4", 24), ("int8", None)]
 )
-# 75 isn't whole blocks, and 200 more than `LAZY`.
-@pytest.mark.parametrize("width", audit_but([75, 200], [64, 75, 200]))
+@pytest.mark.parametrize("width", audit_but([75], [64, 75]))  # the second isn't whole blocks
 def test_outputs_are_nearer_than_with_nearest_weights(kind, block, width):
     x_XD, w_DF = inputs(width), jax.random.normal(jax.random.key(3), (width, 40))
     moments_DD = x_XD.T @ x_XD
