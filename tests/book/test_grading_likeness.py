@@ -206,3 +206,13 @@ def test_exact_values_are_explained_as_a_whole(got, want, found):
     with pytest.raises(trial.Failure) as caught:
         trial.Trial(0, 0).equal(got, want)
     assert str(caught.value) == found
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_entries_that_are_no_numbers_have_no_factor(number):
+    for got in (changed((0, slice(0, 3)), times=number), np.full_like(WANT, number)):
+        assert "times" not in said(got)
+
+
+def test_a_factor_near_one_is_said_with_its_digits():
+    assert said(WANT * 1.00005) in ("", "each is 1.00005 times what it should be")

@@ -169,7 +169,8 @@ def _of_some(got: np.ndarray, want: np.ndarray, bad: np.ndarray) -> Iterator[str
         elif not off.any():
             found.append("those that are off are 0")
         elif _varied(right) and _alike(off, (ratio := float(np.median(off / right))) * right):
-            found.append(f"each that is off is {_times(ratio)} what it should be")
+            if np.isfinite(ratio):
+                found.append(f"each that is off is {_times(ratio)} what it should be")
         elif _varied(right) and len(np.unique(off)) == 1:
             found.append(f"all that are off are {off[0]:.6g}")
     error = float(np.abs(got - want).max())
@@ -228,7 +229,7 @@ def _of_a_number(got: float, want: float) -> Iterator[str]:
 
 def _times(ratio: float) -> str:
     """A factor in words: "1/4 of", "3 times", "0.8173 times"."""
-    return _fraction(ratio) or f"{ratio:.4g} times"
+    return _fraction(ratio) or f"{ratio:.{4 if abs(ratio - 1) > 1e-3 else 8}g} times"
 
 
 def _fraction(ratio: float) -> str:
