@@ -1218,7 +1218,7 @@ for name, hint, options in (
     ("times_mask", "You multiply by the mask. 0 times NaN is NaN: select with `jnp.where`.", {"masked": "times"}),
     ("where_at_the_end", "The loss is right, and the gradient is NaN. A NaN that `jnp.where` throws away at the end "
      "comes back in the backward pass, as 0 times NaN: select before you compute.", {"masked": "after"}),
-    ("overflows", "exp of 90 is infinite in float32. Clip the difference of the log-probabilities first.",
+    ("overflows", "exp of 90 is infinite in float32. Clip both differences of log-probabilities first.",
      {"limit": None}),
     ("one_too_many", "Your distance is 1 where nothing has changed. It's exp(d) - d - 1.", {"estimate": "k3 + 1"}),
     ("clipped_at_low", "You clip the ratio at low. The lower bound is 1 - low.", {"bounds": "low alone"}),
@@ -1226,7 +1226,8 @@ for name, hint, options in (
      {"bounds": "as given"}),
     ("rewards_the_distance", "Your loss falls when the distance from the reference grows. It's added to the loss.",
      {"attracts": True}),
-    ("limits_the_ratio_alone", "You clip logp - old to -20 to 20, but not ref - logp.", {"limits": "ratio"}),
+    ("limits_the_ratio_alone",
+     "exp of 90 is infinite in float32. Clip both differences of log-probabilities first.", {"limits": "ratio"}),
     ("limits_the_distance_alone", "You clip ref - logp to -20 to 20, but not logp - old.", {"limits": "distance"}),
 ):  # fmt: skip
     mistaken(clipped, name, hint, clipped_with(**options))
