@@ -1457,8 +1457,8 @@ def divided_among_all(events):
 
 
 @find_stall.mutant(
-    "You blame the wait that comes first in the list. Its order decides only between waits that end at the same time; "
-    "otherwise blame the one that ends last."
+    "You blame the wait that comes first, in time or in the list. If another ends later, the device would have waited "
+    "just as long without the first: blame the one that ends last."
 )
 def first_in_the_list(events):
     return right_stall(events, by=lambda e: 0)
@@ -1484,8 +1484,8 @@ def idle_is_never_worst(events):
 
 
 @find_stall.mutant(
-    "You blame the wait that began first. If another ends later, the device would have waited just as long without the "
-    "first."
+    "You blame the wait that comes first, in time or in the list. If another ends later, the device would have waited "
+    "just as long without the first: blame the one that ends last."
 )
 def blames_the_first(events):
     return right_stall(events, by=lambda e: -e[3])
