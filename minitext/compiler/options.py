@@ -155,7 +155,7 @@ def refusals_named() -> Iterator[None]:
         if "raw_hash_map" not in str(error):
             raise
         raise UserError(
-            "the compiler failed without a reason, as it does at cuDNN's attention in layers that aren't scanned: set "
+            "the compiler failed without saying why, as it does at cuDNN's attention in unscanned layers: set "
             "model.scan_layers=true, model.attention.impl=xla, or "
             f"xla.options=[{FIXED_ORDER}=false], which gives up bit-equal runs"
         ) from None

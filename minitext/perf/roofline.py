@@ -83,7 +83,7 @@ def count_step(cfg: Config, chip: str | None = None) -> list[Operation]:
     """Counts the operations of a train step, with the kernels that it uses on a chip (None: on this machine).
 
     Nothing is allocated and no compiler runs, so counting a model of any size takes a second. For a GPU with `auto`,
-    XLA's attention is counted: the programs of our kernel choose what they load while they run.
+    XLA's attention is counted, because our kernel's programs choose what they load while they run.
     """
     row = hardware.CHIPS[chip] if chip else None
     if row and row.platform == "gpu" and cfg.model.attention.impl == "auto":

@@ -215,4 +215,5 @@ def test_entries_that_are_no_numbers_have_no_factor(number):
 
 
 def test_a_factor_near_one_is_said_with_its_digits():
-    assert said(WANT * 1.00005) in ("", "each is 1.00005 times what it should be")
+    assert said(WANT * 1.0005) == "each is 1.0005 times what it should be"
+    assert said(WANT * 1.00037) == "each is 1.00037 times what it should be"
