@@ -10,6 +10,14 @@ from typing import Literal
 from minitext.config.section import LocalPath, OptionalPath, Section, divisors, setting
 from minitext.files import path_problem, shorten
 
+NOT_GATHERED = (
+    "dp",
+    "zero1",
+    "zero2",
+    "tp",
+    "tp_seq",
+)  # rules by which no layer gathers its weights
+
 
 class RunConfig(Section):
     """Where a run keeps its files."""
@@ -105,6 +113,19 @@ class ShardingConfig(Section):
     rules: Literal[
         "dp", "zero1", "zero2", "fsdp", "tp", "tp_seq", "fsdp_tp", "cp", "pp", "ep", "all"
     ] = setting("all", "what the mesh axes split; all: each axis splits what it is named for")
+    gather_dtype: Literal["auto", "int8"] = setting(
+        "auto",
+        "how devices send layers' weights that they store in parts; auto: in the compute type; int8: rounded, half of "
+        "bfloat16's bytes",
+    )
+
+    def problems(self) -> Iterator[str]:
+        """Checks that weights are stored in parts if their gathering is set."""
+        if self.gather_dtype != "auto" and self.rules in NOT_GATHERED:
+            yield (
+                f"sharding.gather_dtype={self.gather_dtype} with sharding.rules={self.rules}: no layer gathers "
+                "its weights: set sharding.rules=fsdp, or leave sharding.gather_dtype out"
+            )
 
 
 class PipelineConfig(Section):

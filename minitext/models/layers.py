@@ -18,7 +18,7 @@ from minitext import kernels
 from minitext.config.quantization import QuantizationRule
 from minitext.errors import UserError
 from minitext.kernels.linear.xla import Specs, plain_linear
-from minitext.models import quantization, quantized_storage
+from minitext.models import quantization, quantized_gather, quantized_storage
 from minitext.models.quantized_storage import StoredWeight
 from minitext.sharding.rules import STORAGE_AXES, ShardingRules
 
@@ -165,6 +165,8 @@ class Linear(nnx.Module):
             # Not `get_value()`: Qwix puts stored weights in the parameter's place, which lack it. Its adapters add in
             # their own type.
             y = plain_linear(x, self.w[...], specs).astype(x.dtype)
+        elif rules.gather_dtype == "int8" and "embed" in self.axes:
+            y = self._project_rounded(x, specs)
         else:
             y = project(x, self.w.get_value(), specs, self.quantization)
         if self.adapter is not None:
@@ -173,6 +175,15 @@ class Linear(nnx.Module):
             return y
         b_F = rules.gather(self.b.get_value().astype(y.dtype), self.axes[1])
         return y + rules.shard(b_F, out)
+
+    def _project_rounded(self, x: jax.Array, specs: Specs) -> jax.Array:
+        """Returns the product with the weight as it is sent in int8, which the backward pass gathers again."""
+
+        def multiply(x, w_DF):
+            w_DF = quantized_gather.gather(w_DF, self.axes.index("embed"), specs.w, x.dtype)
+            return project(x, w_DF, specs, self.quantization)
+
+        return jax.checkpoint(multiply, prevent_cse=False)(x, self.w.get_value())
 
 
 def is_qwixed(module: nnx.Module) -> bool:

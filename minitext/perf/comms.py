@@ -21,7 +21,7 @@ from minitext.compiler.hlo import ring_bytes
 from minitext.config.config import Config
 from minitext.models.flops import count_attention
 from minitext.models.moe import capacity
-from minitext.perf.sizes import Matrix, Sizes, check_products
+from minitext.perf.sizes import Matrix, Sizes, check_gathers, check_products
 from minitext.sharding.pipeline_schedule import stored_groups
 
 LANES = 128  # elements in a row of a TPU's vector register
@@ -80,9 +80,10 @@ def predict(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[Term]:
       The terms that are not empty. `notes` says where they may be wrong.
 
     Raises:
-      UserError: if products are quantized.
+      UserError: if products or the weights that devices send are quantized.
     """
     check_products(cfg.model, "what devices send")
+    check_gathers(cfg, "what devices send")
     s = Sizes(cfg, mesh, backend)
     terms = []
     for part, outside in PARTS:

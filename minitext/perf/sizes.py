@@ -38,6 +38,19 @@ def check_products(model: ModelConfig, what: str, *, stored: bool = False) -> No
         )
 
 
+def check_gathers(cfg: Config, what: str) -> None:
+    """Refuses weights that are sent in another type than the compute type.
+
+    Raises:
+      UserError: naming the setting.
+    """
+    if cfg.sharding.gather_dtype != "auto":
+        raise UserError(
+            f"sharding.gather_dtype={cfg.sharding.gather_dtype}: the formulas for {what} know only weights that are "
+            "sent in the compute type: `minitext compile ... target=v5e:2x4` measures it"
+        )
+
+
 class Matrix(NamedTuple):
     """A dense weight, in elements on one device before FSDP splits it.
 

@@ -9,7 +9,7 @@ Chapters: 9, 11.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +17,7 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from minitext.config.sections import ShardingConfig
 from minitext.sharding.mesh import BATCH_AXES
 
 Names = Sequence[str | None]
@@ -33,18 +34,21 @@ class ShardingRules:
       table: name -> mesh axes; a dimension with an empty tuple isn't split.
       optimizer: entries that differ for the optimizer's state (ZeRO).
       scatter: whether gradients take the optimizer's sharding after each microbatch, not only after the last (ZeRO-2).
+      gather_dtype: `sharding.gather_dtype`.
     """
 
     table: Mapping[str, tuple[str, ...]]
     optimizer: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     scatter: bool = False
+    gather_dtype: str = "auto"
 
     def __post_init__(self):
         for name in ("table", "optimizer"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     def __hash__(self):
-        return hash((*sorted(self.table.items()), *sorted(self.optimizer.items()), self.scatter))
+        tables = (*sorted(self.table.items()), *sorted(self.optimizer.items()))
+        return hash((tables, self.scatter, self.gather_dtype))
 
     @property
     def of_optimizer(self) -> "ShardingRules":
@@ -153,6 +157,11 @@ RULES: Mapping[str, ShardingRules] = MappingProxyType(
         "all": ShardingRules(_DP | _FSDP | _TP | _CP | _PP | {"expert": ("expert",)}),
     }
 )
+
+
+def rules_of(cfg: ShardingConfig) -> ShardingRules:
+    """Returns the rules that a configuration names, with how layers gather their weights."""
+    return replace(RULES[cfg.rules], gather_dtype=cfg.gather_dtype)
 
 
 def _reshard(x: jax.Array, names: Names, spec: PartitionSpec) -> jax.Array:

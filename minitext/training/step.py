@@ -29,7 +29,7 @@ from minitext.sharding.check import HOST, check_mesh
 from minitext.sharding.mesh import BATCH_AXES
 from minitext.sharding.pipeline import Pieces, one_forward_one_backward, split_rows
 from minitext.sharding.pipeline_schedule import count_microbatches, stored_groups
-from minitext.sharding.rules import RULES, ShardingRules, reshard_tree, tree_shardings
+from minitext.sharding.rules import RULES, ShardingRules, reshard_tree, rules_of, tree_shardings
 from minitext.training import nonfinite
 from minitext.training.objective import Batch, Objective, count_targets, language_modelling
 from minitext.training.optim import DIRECTIONS, make_optimizer, make_schedule, state_bytes
@@ -129,7 +129,7 @@ def init_state(cfg: Config, mesh: Mesh, frozen: bool = True) -> TrainState:
 
 def _init(cfg: Config, repeats: int = 1) -> TrainState:
     """Draws the state; a circular pipeline's layers are stored [repeats, L / repeats, ...]."""
-    model = Transformer(cfg.model, rules=RULES[cfg.sharding.rules], rngs=nnx.Rngs(cfg.train.seed))
+    model = Transformer(cfg.model, rules=rules_of(cfg.sharding), rngs=nnx.Rngs(cfg.train.seed))
     if repeats > 1:
         graphdef, blocks = nnx.split(model.blocks)
         model.blocks = nnx.merge(graphdef, stacks.in_groups(blocks, repeats))
@@ -178,7 +178,7 @@ def optimizer_memory(cfg: Config) -> dict[str, dict[str, int]]:
 @cached
 def model_def(cfg: Config) -> Any:
     """Returns the model's static part; `nnx.merge(model_def(cfg), params)` is the model."""
-    new = partial(Transformer, cfg.model, rules=RULES[cfg.sharding.rules], pipeline=cfg.pipeline)
+    new = partial(Transformer, cfg.model, rules=rules_of(cfg.sharding), pipeline=cfg.pipeline)
     return nnx.graphdef(nnx.eval_shape(lambda: new(rngs=nnx.Rngs(0))))
 
 

@@ -1,0 +1,153 @@
+"""Weights that devices send in int8: rounding, gradients, every mesh, and what a compiled step really sends."""
+
+import functools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import minitext as mt
+from minitext.compiler import hlo
+from minitext.compiler.targets import topology_mesh
+from minitext.errors import UserError
+from minitext.models.quantized_gather import gather
+from minitext.perf import comms, memory
+from minitext.sharding.mesh import make_mesh
+from minitext.training.step import (
+    abstract_batch,
+    abstract_state,
+    init_state,
+    make_train_step,
+    make_value_and_grad,
+)
+from tests.compiler.test_aot import needs_libtpu
+
+SMALL = [
+    "model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.mlp=64", "model.vocab=128",
+    "data.seq_len=16", "train.global_batch=8", "data.source=grammar", "model.scan_layers=true",
+]  # fmt: skip
+ROUNDED = "sharding.gather_dtype=int8"
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_it_rounds_each_row_by_half_a_step_at_most(dimension):
+    w = jax.random.normal(jax.random.key(0), (24, 40)) * jnp.exp(jnp.arange(24.0))[:, None] / 9
+    w = jnp.moveaxis(w.at[3].set(0), 0, dimension)
+    got = gather(w, dimension, None, jnp.float32)
+    step = jnp.max(jnp.abs(w), axis=1 - dimension, keepdims=True) / 127
+    assert jnp.all(jnp.abs(got - w) <= step * 0.5001)
+    assert jnp.any(got != w) and not jnp.any(jnp.take(got, 3, axis=dimension))
+    broken = gather(w.at[5, 5].set(jnp.nan), dimension, None, jnp.float32)
+    lost = jnp.all(jnp.isnan(broken), axis=1 - dimension)
+    assert jnp.array_equal(lost, jnp.arange(w.shape[dimension]) == 5)
+
+
+def test_its_gradient_is_that_of_the_weight():
+    w, g = jax.random.normal(jax.random.key(0), (2, 8, 4))
+    _, back = jax.vjp(lambda w: gather(w, 0, None, jnp.bfloat16), w)
+    (found,) = back(g.astype(jnp.bfloat16))
+    assert found.dtype == jnp.float32 and jnp.array_equal(found, g.astype(jnp.bfloat16))
+
+
+def test_devices_gather_what_one_has():
+    mesh = make_mesh(mt.load_config("laptop", ["mesh.fsdp=4", "mesh.tensor=2"]).mesh)
+    w = jax.random.normal(jax.random.key(0), (16, 12))
+    with jax.set_mesh(mesh):
+        stored = jax.device_put(w, P("fsdp", "tensor"))
+        got = jax.jit(lambda w: gather(w, 0, P(None, "tensor"), jnp.float32))(stored)
+    assert got.sharding.spec == P(None, "tensor")
+    assert jnp.array_equal(got, gather(w, 0, None, jnp.float32))
+
+
+def batch_of(cfg):
+    B, T, V = cfg.train.global_batch, cfg.data.seq_len, cfg.model.vocab
+    tokens = jax.random.randint(jax.random.key(5), (B, T + 1), 0, V)
+    ones = jnp.ones((B, T))
+    return {
+        "tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": jnp.broadcast_to(jnp.arange(T), (B, T)),
+        "segment_ids": ones.astype(jnp.int32), "loss_mask": ones,
+    }  # fmt: skip
+
+
+@functools.cache
+def gradients(*settings):
+    """Returns the loss per token and the gradients as one vector, on the first devices of the mesh's size."""
+    cfg = mt.load_config("laptop", [*SMALL, *settings])
+    count = int(np.prod(list(cfg.mesh.sizes().values())))
+    mesh = make_mesh(cfg.mesh, devices=jax.devices()[:count])
+    with jax.set_mesh(mesh):
+        state, step = init_state(cfg, mesh), jax.jit(make_value_and_grad(cfg, mesh))
+        (loss, _), grads = step(state.params, batch_of(cfg))
+    leaves = [np.ravel(leaf) for leaf in jax.tree.leaves(grads)]
+    return float(loss) / (cfg.train.global_batch * cfg.data.seq_len), np.concatenate(leaves)
+
+
+MESHES = {
+    "fsdp_tp": ["mesh.fsdp=4", "mesh.tensor=2", "mesh.data=1"],
+    "all": ["mesh.fsdp=2", "mesh.context=2", "mesh.data=2"],
+    "pp": ["mesh.fsdp=2", "mesh.stage=2", "mesh.data=1"],
+}
+
+
+@pytest.mark.parametrize(
+    "rules", ["fsdp_tp", *(pytest.param(r, marks=pytest.mark.audit) for r in ("all", "pp"))]
+)
+def test_a_step_is_the_same_on_every_mesh(rules):
+    exact, _ = gradients("mesh.data=1")
+    one_loss, one = gradients("mesh.data=1", ROUNDED)
+    loss, found = gradients(*MESHES[rules], f"sharding.rules={rules}", ROUNDED)
+    assert 1e-6 < abs(one_loss - exact) < 1e-2
+    assert abs(loss - one_loss) < 1e-6
+    np.testing.assert_allclose(found, one, atol=2e-5 * np.abs(one).max())
+
+
+def sent(target, *settings):
+    """Returns the types and bytes of what a train step compiled for a target gathers in its loops."""
+    cfg = mt.load_config("laptop", [*SMALL, *settings])
+    mesh = topology_mesh(target, cfg.mesh)
+    with jax.set_mesh(mesh):
+        step = make_train_step(cfg, mesh)
+        program = step.lower(abstract_state(cfg, mesh), abstract_batch(cfg, mesh)).compile()
+    found = Counter()
+    for collective in hlo.Module(program.as_text()).collectives():
+        if collective.kind == "all-gather" and collective.runs > 1:
+            for kind, size in collective.arrays:
+                found[kind] += collective.runs * size
+    return found
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.audit
+def test_a_tpu_sends_int8():
+    wide = [
+        "model.embed=512", "model.head_dim=128", "model.mlp=1024", "data.seq_len=128", "model.dtype=bfloat16",
+        "mesh.data=1", "mesh.fsdp=4",
+    ]  # fmt: skip
+    exact, rounded = sent("v5e:2x2", *wide), sent("v5e:2x2", *wide, ROUNDED)
+    weights = exact["bf16"]
+    assert rounded["s8"] * 2 == weights
+    assert rounded["bf16"] < 0.01 * weights and rounded["f32"] < 0.02 * weights
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["sharding.rules=tp"], "sharding.rules=tp: no layer gathers its weights: set"),
+        (["model.ffn.kind=moe"], "model.ffn.kind=moe: experts' weights"),
+    ],
+)
+def test_where_it_would_change_nothing_it_is_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        mt.load_config("laptop", [*SMALL, ROUNDED, *settings])
+
+
+def test_predictions_that_know_one_type_refuse():
+    cfg = mt.load_config("laptop", [*SMALL, ROUNDED, "mesh.data=1"])
+    mesh = make_mesh(cfg.mesh, devices=jax.devices()[:1])
+    for predict in (memory.predict, comms.predict):
+        with pytest.raises(UserError, match=r"sharding\.gather_dtype=int8: the formulas for"):
+            predict(cfg, mesh, "tpu")
