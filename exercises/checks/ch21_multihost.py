@@ -1253,9 +1253,9 @@ Each second has one of seven causes:
 
 - `"start-up"`: from `start` to `first`; in an attempt without a step, to the fault that ended it. The fault that ended
   the attempt *before* pays; no fault pays for the start-up of the first attempt.
-- `"lost"`: the whole time of a completed step, if any later attempt resumed from a lower step. Take the *first* such
-  attempt and go back through those before it, at most to the one that took the step. The first on the way that had
-  read a checkpoint still had the step, so the fault that ended it pays. An attempt whose `resumed` is None undoes
+- `"lost"`: the whole time of a completed step, if any later attempt resumed from a lower step. From the *first*
+  such attempt, go back through those before it, at most to the one that took the step. Stop as soon as one had read a
+  checkpoint: it still had the step, so the fault that ended it pays. An attempt whose `resumed` is None undoes
   nothing and keeps nothing; one that has read a checkpoint counts, even if it completed no step. A checkpoint may be
   damaged, so an attempt may go back further than the one before it, and undo steps of several attempts.
 - `"lost"` is also, in an attempt with a step, the time from the end of its last completed step to the fault that ended

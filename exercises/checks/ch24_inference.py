@@ -912,9 +912,9 @@ step computes, under a budget of tokens and of pages. Its rules, in this order:
 3. **Then prompts.** Running texts with more than one token left, oldest first, compute as many of these as budget and
    free pages allow, perhaps none. They preempt no text.
 4. **Then new texts**, unless this step preempted one. Waiting texts begin in their order, while fewer than `most`
-   texts run, some budget is left, and free pages hold *all* tokens of the text. Its pages for all of these are set
-   aside, and it computes as many tokens as the budget allows. The first text that can't begin keeps all behind it
-   waiting.
+   texts run, some budget is left, and there are enough free pages for *all* tokens of the text. In this step no other
+   text can have these pages, and the text computes as many tokens as the budget allows. The first text that can't
+   begin keeps all behind it waiting.
 
 `running` and `waiting` are lists of dicts, and a running text holds no more pages than its tokens in the cache need.
 The arguments must not be changed.

@@ -28,7 +28,7 @@ Write `absmax(x_RC, shared, block)`, which stores a matrix as int8 values times 
   neighbours in a row. The last block of a row may be shorter.
 - A scale is the largest magnitude among the numbers that share it, divided by 127. Where all of them are 0, it is 1.
 - Values are rounded to the nearest integer, so no number is off by more than half its scale.
-- Scales are float32 and computed in float32, also for bfloat16 inputs.
+- Scales are float32 and computed in float32, even for bfloat16 inputs.
 """,
     hints=(
         "Bring all three cases into one form: [rows, blocks, numbers of a block]. What is one row of a tensor, and one "
@@ -218,7 +218,7 @@ from int8 numbers. With the gradient g of its result, they are g wᵀ and xᵀ g
   numbers that the product sums over: in the first, each row of x and each column of w has a scale.
 - int8 numbers are multiplied with int8 numbers and added up in int32. Scales are applied afterwards, in float32.
 - A row or column of zeros gives zeros.
-- The result has the type of x_TD, and each gradient the type of what it is the gradient of.
+- The result has the type of x_TD, and each gradient the type of its input.
 - Between forward and backward nothing is kept but x_TD and w_DF.
 
 The checks look at the program too: at what its products multiply.
