@@ -1490,7 +1490,7 @@ cut = Exercise(
     minutes=40,
     points=20,
     statement="""
-Fusion saves bytes, but a chip has only so much room for what must not go through memory. Suppose you write the kernels
+Fusion saves bytes, but a chip has only so much room for what stays out of memory. Suppose you write the kernels
 of a chain of operations yourself, each for a stretch of the chain. Where do you cut?
 
 Write `cut_program(ops, first, room, peak, bandwidth, launch)`. It returns `(seconds, lengths)`: the least time in which
