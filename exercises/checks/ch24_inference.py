@@ -1145,7 +1145,7 @@ A small model has guessed k tokens, one after another, and the large model has c
 them at once. Write `accept(draft, q_kV, p_kV, uniforms)`, which says what the large model makes of them.
 
 - Guess number i, token x, is kept with probability min(1, p/q), where p and q are the two models' probabilities of x
-  in row i: keep it if `uniforms[i] * q < p`. The first guess that isn't kept ends this.
+  in row i: keep it if `uniforms[i] * q < p`. Stop at the first guess that isn't kept.
 - Then one token is added. If guess i was not kept, it is drawn from the positive part of `p_kV[i] - q_kV[i]`, divided
   by its sum. If all guesses were kept, it is drawn from the last row of `p_kV`.
 - To draw from probabilities, take the first token at which their cumulative sum exceeds `uniforms[-1]` times their
