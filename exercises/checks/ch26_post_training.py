@@ -1060,7 +1060,7 @@ Write `clipped(logp_BT, old_BT, ref_BT, advantage_BT, mask_BT, low, high, kl)`, 
 - The distance from the reference is exp(d) - d - 1 with d = ref - logp (Schulman's k3, an estimate of the KL
   divergence that is never negative).
 - The loss of a token is kl times the distance, minus the gain.
-- Both differences of log-probabilities are first clipped to -20 to 20, so that nothing overflows.
+- Both differences of log-probabilities are first clipped to between -20 and 20, so nothing overflows.
 - Where `mask_BT` is 0 the loss is 0 and so is the gradient, and the other arrays may hold anything there, even NaN.
 """,
     hints=(
