@@ -232,14 +232,19 @@ def make_programs(
         x_BTD, new, _ = out
         return model, x_BTD, with_paging(new, None)
 
-    @partial(jax.jit, donate_argnames="cache")
+    on_cpu = platform == "cpu"
+    # Otherwise XLA's CPU backend would cut all layers out of borrowed stacks before the first.
+    in_turn = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    options: dict[str, Any] = in_turn if on_cpu and borrow else {}
+
+    @partial(jax.jit, donate_argnames="cache", compiler_options=options)
     def prefill(arrays, cache, tokens_6C, table_1X, start, state):
         token_1C, page_1C, slot_1C, position_1C, segment_1C = tokens_6C[:5, None]
         paging = Paging(page_1C, slot_1C, table_1X, start[None], state[None])
         return hidden(arrays, token_1C, position_1C, segment_1C, cache, paging, tokens_6C[5])[2]
 
     in_place = {"xla_cpu_copy_insertion_use_region_analysis": True}
-    options = in_place if platform == "cpu" else None
+    options = options | in_place if on_cpu else options
 
     @partial(jax.jit, donate_argnames="cache", static_argnames="want", compiler_options=options)
     def decode(arrays, cache, token_B, ints_BX, floats_B4, adjustments, want):

@@ -43,7 +43,7 @@ def move(tree: Any, shardings: Any) -> Any:
     return treedef.unflatten(map(_rebound, same, targets))
 
 
-def _copied(arrays: list[jax.Array], targets: list[Any]) -> list[jax.Array]:
+def _copied(arrays: list[jax.Array], targets: list[Any]) -> list[Any]:
     """Returns arrays of which every new device has its part; others may have parts too."""
     if not arrays:
         return []

@@ -2,9 +2,10 @@
 
 import dataclasses
 import gc
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -12,6 +13,8 @@ import pytest
 
 import minitext as mt
 from minitext.errors import UserError
+from minitext.inference.engine import COLUMNS, LEAST_PAGES
+from minitext.inference.sampling import Want
 from minitext.post_training.sampler import Sampler, engine_devices
 from minitext.sharding.mesh import make_mesh
 from minitext.training.step import init_state
@@ -40,9 +43,10 @@ def buffers(tree):
 
 
 def copied(sampler, params):
-    """The bytes that a loaded engine has beside the trainer's."""
-    found = buffers(sampler._loaded(params).arrays)
-    return sum(size for place, size in found.items() if place not in buffers(params))
+    """The bytes that a loaded engine has beside the trainer's, and the engine."""
+    engine, shared = sampler._loaded(params), buffers(params)
+    found = buffers(engine.arrays)
+    return sum(size for place, size in found.items() if place not in shared), engine
 
 
 def answer(sampler, params):
@@ -68,7 +72,7 @@ def assert_same(ours, theirs):
 )  # fmt: skip
 def test_where_the_devices_have_their_parts_nothing_is_copied(words, devices):
     sampler, state = setting(*words, devices=devices)
-    assert copied(sampler, state.params) == 0
+    assert copied(sampler, state.params)[0] == 0
 
 
 @pytest.mark.audit
@@ -82,10 +86,10 @@ def test_what_is_copied_for_an_engine_is_gone_after_the_answers():
         return sum(buffers(jax.live_arrays()).values())
 
     before, params = live(), jax.tree.leaves(state.params)
-    own = copied(sampler, state.params)
+    own, engine = copied(sampler, state.params)
     assert own == sum(x.nbytes for x in params if not x.is_fully_replicated) > 0
     assert live() - before == own
-    sampler.engine.release()
+    engine.release()
     assert live() == before
     assert_same(first, answer(sampler, state.params))
     assert live() == before
@@ -101,10 +105,10 @@ def test_bfloat16_costs_half_the_matrices_while_it_answers():
     whole, halves = (
         sum(x.nbytes for x in tree) for tree in (jax.tree.leaves(state.params), matrices)
     )
-    assert copied(sampler, state.params) == whole - halves // 2
-    sampler.engine.release()
+    own, engine = copied(sampler, state.params)
+    assert own == whole - halves // 2
     answer(sampler, state.params)
-    assert sampler.engine.arrays == []
+    assert engine.arrays == []
 
 
 @pytest.mark.parametrize(
@@ -138,7 +142,7 @@ def test_each_process_has_the_first_devices_that_are_its_own():
         id: int
         process_index: int
 
-    def mesh(*processes):
+    def mesh(*processes) -> Any:
         devices = np.empty(len(processes), object)
         devices[:] = [Device(i, process) for i, process in enumerate(processes)]
         return SimpleNamespace(devices=devices.reshape(2, -1))
@@ -154,3 +158,20 @@ def test_each_process_has_the_first_devices_that_are_its_own():
     ):
         with pytest.raises(UserError, match=problem):
             engine_devices(mesh(*processes), count)
+
+
+@pytest.mark.audit
+def test_a_program_cuts_out_one_matrix_at_a_time():
+    """Or borrowing would only move the second copy into each program's own memory."""
+    sampler, state = setting("model.layers=8", "model.embed=128", "model.mlp=512")
+    engine = sampler._loaded(state.params)
+    ints = np.zeros((4, COLUMNS + LEAST_PAGES), np.int32)
+    run = np.zeros(4, np.int32), ints, np.zeros((4, 4), np.float32), None
+    part = np.zeros((6, 16), np.int32), np.zeros((1, 0), np.int32), np.int32(0), np.int32(0)
+    matrix = 4 * 128 * 512
+    for program, args in (
+        (partial(engine.programs.decode.lower, want=Want(random=True)), run),
+        (engine.programs.prefill.lower, part),
+    ):
+        memory = program(engine.arrays, engine.cache, *args).compile().memory_analysis()
+        assert matrix < memory.temp_size_in_bytes < 2 * matrix
