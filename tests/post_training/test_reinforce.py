@@ -157,6 +157,7 @@ def job(folder):
 
 
 @pytest.mark.audit
+@pytest.mark.timeout(900)
 def test_two_processes_draw_what_one_draws(folder, job):
     """Bit for bit with the first parameters; after a step those differ by rounding."""
     ours, theirs = read_metrics(folder / "two"), train(folder, "one", "grpo", *TWO)
@@ -179,6 +180,7 @@ def test_two_processes_draw_what_one_draws(folder, job):
 
 
 @pytest.mark.audit
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(3))
 def test_two_processes_that_are_killed_go_on_bit_for_bit(folder, job, seed):
     name, rng = f"two{seed}", random.Random(seed)
