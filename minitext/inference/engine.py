@@ -45,7 +45,7 @@ from minitext.config.section import cached
 from minitext.errors import UserError
 from minitext.inference.cpu_decode import row_parts
 from minitext.inference.generate import has_states, switch_lengths
-from minitext.inference.layout import Layout
+from minitext.inference.layout import Borrowed, Layout
 from minitext.inference.paged_cache import OutOfPages, Pages
 from minitext.inference.requests import Busy, Event, Finish, Request, Usage
 from minitext.inference.sampling import Adjustments, Drawn, Knobs, Want, draw_tokens
@@ -83,6 +83,8 @@ class EngineOptions:
         parameters, for all texts.
       row_sizes: rows of a decode program, ascending; a step takes the least that is enough, and compiles it once. Few
         sizes compute more padding and compile less.
+      borrow: whether programs take the parameters' arrays as they are, without a copy. Whoever lends them may donate
+        them once the engine has let go of them (`Engine.release`). Each step then cuts layers out of stacks.
     """
 
     page_tokens: int = 0
@@ -95,6 +97,7 @@ class EngineOptions:
     speculate: int = 0
     row_sizes: tuple[int, ...] = ROWS
     adapters: int = 0
+    borrow: bool = False
 
 
 class Loaded(NamedTuple):
@@ -182,7 +185,7 @@ class Programs(NamedTuple):
     """The jitted programs of one model.
 
     Attributes:
-      lay_out: parameters -> arrays as the other two take them.
+      lay_out: parameters -> arrays as the other two take them; of a `Borrowed` layout the same arrays.
       lay_out_adapters: parameters of adapters -> arrays as they are in those of `lay_out`.
       put_adapter: (arrays of all adapters, arrays of one, its number) -> arrays of all.
       places: which of the arrays are of adapters.
@@ -207,11 +210,20 @@ RULES_OF_ENGINE = ShardingRules({**RULES["tp"].table, "batch": ()})
 
 @cached
 def make_programs(
-    cfg: ModelConfig, parts: int, rules: ShardingRules, platform: str, adapters: int = 0
+    cfg: ModelConfig,
+    parts: int,
+    rules: ShardingRules,
+    platform: str,
+    adapters: int = 0,
+    borrow: bool = False,
 ) -> Programs:
-    """Returns the programs for a platform (`hardware.platform`); the other arguments are those of `Layout`."""
+    """Returns the programs for a platform (`hardware.platform`).
+
+    The other arguments are those of `Layout`, and whether the layout is `Borrowed` (without adapters).
+    """
     cfg = dropless(cfg)
-    layout, states = Layout(cfg, parts, rules, adapters), has_states(cfg)
+    layout = Borrowed(cfg, parts, rules) if borrow else Layout(cfg, parts, rules, adapters)
+    states = has_states(cfg)
 
     def hidden(arrays, tokens_BT, positions_BT, segments_BT, cache, paging, adapter_X):
         model = layout.model(arrays)
@@ -220,14 +232,19 @@ def make_programs(
         x_BTD, new, _ = out
         return model, x_BTD, with_paging(new, None)
 
-    @partial(jax.jit, donate_argnames="cache")
+    on_cpu = platform == "cpu"
+    # Otherwise XLA's CPU backend would cut all layers out of borrowed stacks before the first.
+    in_turn = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    options: dict[str, Any] = in_turn if on_cpu and borrow else {}
+
+    @partial(jax.jit, donate_argnames="cache", compiler_options=options)
     def prefill(arrays, cache, tokens_6C, table_1X, start, state):
         token_1C, page_1C, slot_1C, position_1C, segment_1C = tokens_6C[:5, None]
         paging = Paging(page_1C, slot_1C, table_1X, start[None], state[None])
         return hidden(arrays, token_1C, position_1C, segment_1C, cache, paging, tokens_6C[5])[2]
 
     in_place = {"xla_cpu_copy_insertion_use_region_analysis": True}
-    options = in_place if platform == "cpu" else None
+    options = options | in_place if on_cpu else options
 
     @partial(jax.jit, donate_argnames="cache", static_argnames="want", compiler_options=options)
     def decode(arrays, cache, token_B, ints_BX, floats_B4, adjustments, want):
@@ -254,8 +271,8 @@ def make_programs(
         return [put(*pair) for pair in zip(banks, arrays, strict=True)]
 
     return Programs(
-        jax.jit(layout.lay_out), jax.jit(layout.lay_out_adapters), put_adapter, layout.places,
-        prefill, decode, copy,
+        layout.lay_out if borrow else jax.jit(layout.lay_out), jax.jit(layout.lay_out_adapters),
+        put_adapter, layout.places, prefill, decode, copy,
     )  # fmt: skip
 
 
@@ -316,7 +333,7 @@ class Engine:
         platform = hardware.platform()
         parts = row_parts() if mesh is None else 1
         slots = options.max_sequences + 1 if states else 1
-        self.programs = make_programs(cfg, parts, rules, platform, options.adapters)
+        self.programs = make_programs(cfg, parts, rules, platform, options.adapters, options.borrow)
         with self._on_mesh():
             self.arrays = self.programs.lay_out(self._placed(params))
             make = jax.jit(lambda: with_paging(make_pages(cfg, pages, S, slots, rules), None))
@@ -409,14 +426,17 @@ class Engine:
 
         Args:
           params: `nnx.State` of the model's parameters, on any devices and mesh, or of its adapters alone, beside which
-            the others stay as they are. They aren't kept: layers are taken out of their stacks, and matrices cast. Of
-            an engine for adapters that requests name, these stay, and the parameters are those of the model without.
+            the others stay as they are. They aren't kept, unless the engine borrows: layers are taken out of their
+            stacks, and matrices cast. Of an engine for adapters that requests name, these stay, and the parameters are
+            those of the model without.
 
         Raises:
           UserError: if there are texts.
         """
         variables = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        alone = not self.options.adapters and all(map(is_adapter, variables))
+        alone = not (self.options.adapters or self.options.borrow) and all(
+            map(is_adapter, variables)
+        )
         with self._idle("other weights"), self._on_mesh():
             params, places = self._placed(params), self.programs.places
             if alone:
@@ -429,6 +449,15 @@ class Engine:
                 if banks:
                     self._replace(banks)
             self.pages.clear()
+
+    def release(self) -> None:
+        """Lets go of the idle engine's weights, so that their memory is free; it needs others before the next request.
+
+        Raises:
+          UserError: if there are texts.
+        """
+        with self._idle("no weights"):
+            self.arrays = []
 
     def load_adapter(self, name: str, params: Any) -> None:
         """Gives the idle engine an adapter for requests that name it, in place of an earlier one of that name.
@@ -499,7 +528,7 @@ class Engine:
         if self.mesh is not None:
             return move(params, tree_shardings(params, self.mesh, RULES_OF_ENGINE))
         # All are bound to the device, so that programs compiled for the first weights also take later ones.
-        devices = {d for x in jax.tree.leaves(params) for d in x.sharding.device_set}
+        devices = {d for x in jax.tree.leaves(params) for d in x.sharding.addressable_devices}
         first = min(devices, key=lambda device: device.id)
         return move(params, jax.tree.map(lambda _: SingleDeviceSharding(first), params))
 
@@ -969,6 +998,10 @@ def _check_options(cfg: ModelConfig, options: EngineOptions) -> None:
     if has_states(cfg) and options.speculate:
         raise UserError(
             f"speculate={options.speculate}: a recurrent state can't take guesses back; choose 0"
+        )
+    if options.borrow and options.adapters:
+        raise UserError(
+            f"adapters={options.adapters} by name need an engine that lays weights out: set borrow=False"
         )
     if options.adapters and not cfg.lora.rank:
         raise UserError(

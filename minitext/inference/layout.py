@@ -1,5 +1,9 @@
 """A model's parameters as an engine's programs take them, with those of its adapters apart.
 
+An engine lays them out once: it takes layers out of their stacks and casts matrices to the compute type, so that no
+program does it again for each token. That's a second copy of the model. A `Borrowed` layout has none: its programs take
+the parameters' own arrays, and cut out each layer when they come to it.
+
 Chapters: 24, 26.
 """
 
@@ -69,6 +73,26 @@ class Layout:
     def model(self, arrays: Sequence[jax.Array]) -> Transformer:
         """Returns the model that computes with the arrays."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, arrays))
+
+
+class Borrowed(Layout):
+    """A model's parameters as they are."""
+
+    def __init__(self, cfg: ModelConfig, parts: int, rules: ShardingRules):
+        super().__init__(cfg, parts, rules, 0)
+        self.graphdef, self.abstract = nnx.split(self.whole)
+        self.treedef = jax.tree.structure(self.abstract)
+
+    def lay_out(self, params: Any) -> list[jax.Array]:
+        """Returns the parameters' own arrays."""
+        arrays, wanted = (jax.tree.leaves(tree) for tree in (params, self.abstract))
+        if [x.shape for x in arrays] != [x.shape for x in wanted]:
+            raise ValueError("these are the parameters of another model")
+        return arrays
+
+    def model(self, arrays: Sequence[jax.Array]) -> Transformer:
+        """Returns the model that computes with the arrays, its layers taken apart."""
+        return self._arranged(super().model(arrays))
 
 
 def _parts(state: Any) -> list[tuple[Any, Any]]:

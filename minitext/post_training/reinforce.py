@@ -53,10 +53,6 @@ class Reinforce(Task):
     def check(self, cfg: Config, mesh: Mesh) -> None:
         """Raises UserError for settings that can't be used, before the run directory exists."""
         check_objective(cfg, mesh)
-        if job.joined():
-            raise UserError(
-                f"objective.kind={cfg.objective.kind} runs in one process: start it without several"
-            )
 
     def needs_reference(self, cfg: Config) -> bool:
         """Returns whether answers are compared with the model that training starts from."""
@@ -69,8 +65,12 @@ class Reinforce(Task):
         assert chat is not None  # of data.source=prompts
         rl = rollout_config(cfg)
         prompts = open_prompts(cfg, tokenizer, chat, split)
+        if len(set(job.share("prompts", prompts.digest))) > 1:
+            raise UserError(
+                f"data.path={cfg.data.path}: the processes read different prompts: give all of them the same file"
+            )
         other = next(iter(self.rollouts.values()), None)
-        sampler = other.sampler if other else Sampler(cfg, chat.stops)
+        sampler = other.sampler if other else Sampler(cfg, mesh, chat.stops)
         limits = rl.reward_seconds, rl.failed_reward
         workers = other.workers if other else RewardWorkers(rl.rewards, *limits)
         made = Rollouts(cfg, mesh, prompts, tokenizer, sampler, workers)
@@ -132,7 +132,7 @@ class Answers:
     def __call__(self, step: int, state: TrainState) -> None:
         """Prints the first answers to the first prompt of the last rollout."""
         drawn = self.rollouts.last
-        if drawn is None:  # drawn before the run was resumed
+        if drawn is None or not job.is_first():  # None: drawn before the run was resumed
             return
         prompt = self.rollouts.tokenizer.decode(self.rollouts.prompts.tokens[drawn.prompts[0]])
         shown = min(SHOWN, rollout_config(self.cfg).group)

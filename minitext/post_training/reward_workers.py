@@ -128,7 +128,7 @@ class RewardWorkers(AbstractContextManager):
         """Returns the rewards of answers, each to the record beside it.
 
         Raises:
-          UserError: if a function returned something other than a number, or failed for every answer.
+          UserError: if a function returned something other than a number.
         """
         values = np.full((len(answers), len(self.parts)), self.failed, np.float64)
         failed, first = np.zeros(len(answers), bool), ""
@@ -142,10 +142,13 @@ class RewardWorkers(AbstractContextManager):
                 failed[number], first = True, first or one
             else:
                 values[number] = one
-        if len(answers) and failed.all():
-            names = ", ".join(part.name for part in self.parts)
-            raise UserError(f"reward {names} failed for all {len(answers)} answers: it {first}")
         return Rewarded(values, failed, first)
+
+    def check(self, rewarded: Rewarded) -> None:
+        """Raises UserError if there are answers and the functions failed for every one."""
+        if len(rewarded.failed) and rewarded.failed.all():
+            names, count = ", ".join(part.name for part in self.parts), len(rewarded.failed)
+            raise UserError(f"reward {names} failed for all {count} answers: it {rewarded.why}")
 
     def _some(self, records: Sequence[Mapping[str, Any]], answers: Sequence[str]) -> list[Any]:
         worker, found = self._take(), []

@@ -5,6 +5,8 @@ One rollout is `objective.prompts` x `objective.group` answers. It gives the bat
 number and the parameters, so a run that resumes draws what it would have drawn. Between the batches of one rollout, its
 position includes those that are left, because the parameters that drew them are gone.
 
+Several processes divide the prompts; then each has all answers and rewards, and the rows that they make.
+
 Chapters: 26.
 """
 
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from minitext.checkpoint import leaves
 from minitext.config.config import Config
 from minitext.config.objective import GRPOConfig, PPOConfig
 from minitext.data.batches import Batches
@@ -29,6 +32,7 @@ from minitext.post_training.advantages import (
     no_signal,
     whiten,
 )
+from minitext.post_training.exchange import exchange, share_of
 from minitext.post_training.policy_loss import overlong_penalty, token_weights
 from minitext.post_training.policy_objective import (
     make_scorer,
@@ -114,7 +118,11 @@ class Rollouts(Batches):
         self.update = (self.update + 1) % updates(self.cfg)
         if self.update == 0:
             self.rollout += 1
-        return self.place(batch)
+        return self._placed(batch)
+
+    def _placed(self, batch: Arrays) -> Batch:
+        """Returns a batch, of which every process has all rows, on the mesh."""
+        return self.place({name: x[self.place.rows] for name, x in batch.items()})
 
     def __next__(self) -> Batch:
         raise TypeError("the model writes these batches: use take(state)")
@@ -217,19 +225,24 @@ class Rollouts(Batches):
         """Draws n answers to each of some prompts and rewards them."""
         rl = rollout_config(self.cfg)
         seeds = [int(self._rng(1, first + i).integers(2**62)) for i in range(len(numbers))]
-        tokens = [self.prompts.tokens[i] for i in numbers]
-        answers = self.sampler.answer(params, tokens, seeds, temperatures, n)
+        ours = share_of(len(numbers))
+        tokens = [self.prompts.tokens[i] for i in numbers[ours]]
+        answers = self.sampler.answer(params, tokens, seeds[ours], temperatures[ours], n)
+        records = [self.prompts.records[i] for i in numbers[ours] for _ in range(n)]
+        rewarded = self.workers.compute(records, self._texts(answers))
+        answers, rewarded = exchange(answers, rewarded, n)
+        self.workers.check(rewarded)
         flat = [answer for group in answers for answer in group]
-        texts = [self.tokenizer.decode(self._said(answer)) for answer in flat]
-        records = [self.prompts.records[i] for i in numbers for _ in range(n)]
-        rewarded = self.workers.compute(records, texts)
         lengths = np.asarray([len(answer.tokens) for answer in flat])
         rewards = rewarded.values @ np.asarray([part.weight for part in rl.rewards])
         rewards = rewards + overlong_penalty(lengths, rl.max_tokens, rl.overlong)
-        return Drawn(numbers, answers, texts, rewarded, rewards)
+        return Drawn(numbers, answers, self._texts(answers), rewarded, rewards)
 
-    def _said(self, answer: Answer) -> tuple[int, ...]:
-        return answer.tokens[: -1 if answer.ended else None]
+    def _texts(self, answers: Sequence[Sequence[Answer]]) -> list[str]:
+        """Returns what all answers say, without the tokens that end them."""
+        flat = [answer for group in answers for answer in group]
+        said = [answer.tokens[: -1 if answer.ended else None] for answer in flat]
+        return [self.tokenizer.decode(tokens) for tokens in said]
 
     def _with_signal(self, params: Any, drawn: Drawn, rounds: int) -> tuple[Drawn, np.ndarray]:
         """Replaces groups that were rewarded alike, and returns which groups count in the end."""
@@ -320,12 +333,10 @@ class Rollouts(Batches):
         B, names = self.cfg.train.global_batch, ("tokens", "targets", "positions", "segment_ids")
         parts = []
         for start in range(0, len(rows["tokens"]), B):
-            batch = self.place({name: rows[name][start : start + B] for name in names})
-            parts.append(score(params, batch))
+            batch = self._placed({name: rows[name][start : start + B] for name in names})
+            parts.append(leaves.gather(score(params, batch)))
         real = rows["loss_mask"] != 0
-        found = {
-            name: np.concatenate([np.asarray(part[name]) for part in parts]) for name in parts[0]
-        }
+        found = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         return {name: np.where(real, x, 0).astype(np.float32) for name, x in found.items()}
 
     def _about(self, drawn: Drawn) -> dict[str, float]:

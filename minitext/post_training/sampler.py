@@ -1,7 +1,15 @@
 """Answers to prompts, drawn by the engine of `minitext.inference.engine` in this process, on the trainer's own devices.
 
-Weights go from the trainer to the engine without a trip through the host: where both keep an array on the same devices
-in the same way nothing moves, elsewhere devices send each other their parts.
+Weights go from the trainer to the engine without a trip through the host. An array is used where it is if the engine's
+devices have their parts of it already; otherwise devices send each other theirs. The engine lets go of all arrays after
+the answers, before the next step donates them.
+
+So nothing is copied of a model that computes in float32, as its parameters are, on devices that divide it as training
+does. One that computes in bfloat16 has its matrices in that type, in half the bytes, while it answers: casting them for
+each token would read twice as much. Weights stored in fewer bits are laid out for products of one token and kept, since
+only the adapters beside them change.
+
+With several processes each has an engine on devices of its own, and answers its share of the prompts.
 
 Chapters: 26.
 """
@@ -12,15 +20,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import AxisType, Mesh
 
 from minitext.checkpoint import stacks
 from minitext.config.config import Config
-from minitext.config.sections import MeshConfig
 from minitext.errors import UserError
 from minitext.inference.engine import ROWS, Engine, EngineOptions
 from minitext.inference.requests import Event, Request
 from minitext.post_training.policy_objective import rollout_config
-from minitext.sharding.mesh import make_mesh
+from minitext.sharding.mesh import AXES
 
 PAGES = 4  # of the longest text; an engine's tables have no fewer
 
@@ -43,26 +51,26 @@ class Sampler:
     """An engine for a run's answers, which is given the parameters of the time.
 
     Args:
-      cfg: the run's configuration; `objective` says how answers are drawn, and `objective.engine_devices` where.
+      cfg: the run's configuration; `objective` says how answers are drawn, and `objective.engine_devices` on how many.
+      mesh: the trainer's; the engine has the first of its devices, or of this process's.
       stops: ids that end an answer.
 
     Raises:
       UserError: if there are too few devices, or they can't divide the model.
     """
 
-    def __init__(self, cfg: Config, stops: frozenset[int]):
+    def __init__(self, cfg: Config, mesh: Mesh, stops: frozenset[int]):
         self.cfg, self.stops, self.engine = cfg, stops, None
-        rl, devices = rollout_config(cfg), jax.devices()
-        count = rl.engine_devices
-        if count > len(devices):
-            raise UserError(
-                f"objective.engine_devices={count}: there are {len(devices)}: choose {len(devices)} or less"
-            )
-        one = MeshConfig(tensor=count, data=1)
-        self.mesh = make_mesh(one, devices=devices[:count]) if count > 1 else None
+        rl, model = rollout_config(cfg), cfg.model
+        devices = engine_devices(mesh, rl.engine_devices)
+        self.mesh = None
+        if len(devices) > 1:
+            sizes = [len(devices) if axis == "tensor" else 1 for axis in AXES]
+            types = (AxisType.Explicit,) * len(AXES)
+            self.mesh = Mesh(np.reshape(devices, sizes), AXES, axis_types=types)
         longest = cfg.data.seq_len + 1
         page = max(1, min(32, 1 << (-(-longest // PAGES) - 1).bit_length()))
-        rows = min(rl.answers, ROWS[-1])
+        rows = min(-(-rl.prompts // jax.process_count()) * rl.group, ROWS[-1])
         self.options = EngineOptions(
             page_tokens=page,
             cache_tokens=rows * -(-longest // page) * page,
@@ -72,7 +80,10 @@ class Sampler:
             chunk=max(256, page),
             reuse_prefixes=False,  # a prompt comes once with these parameters
             row_sizes=tuple(sorted({-(-rows // 16), -(-rows // 4), rows})),
+            borrow=model.dtype == "float32" and not model.is_stored,
         )
+        # Then nothing else that answers need changes.
+        self.keeps = bool(model.lora.rank) and not self.options.borrow
 
     def answer(
         self,
@@ -104,17 +115,47 @@ class Sampler:
             engine.submit(request, lambda event, heard=heard: heard[event.sample].append(event))
         while engine.step():
             pass
+        if not self.keeps:
+            engine.release()
         return [[_answer(each) for each in heard] for heard in events]
 
     def _loaded(self, params: Any) -> Engine:
         params = stacks.as_one_stack(params)
         if self.engine is None:
             self.engine = Engine(self.cfg.model, params, self.options, mesh=self.mesh)
-        elif self.cfg.model.lora.rank:  # nothing else that answers need has changed
+        elif self.keeps:
             self.engine.load(nnx.filter_state(params, nnx.LoRAParam))
         else:
             self.engine.load(params)
         return self.engine
+
+
+def engine_devices(mesh: Mesh, count: int) -> list[Any]:
+    """Returns the devices of this process's engine: the first `count`, in the mesh's order, that are all its own.
+
+    Every process has as many, and each part begins at a multiple of `count`, as `move` needs.
+
+    Raises:
+      UserError: if there are too few devices.
+    """
+    devices = mesh.devices.ravel().tolist()
+    if count > len(devices):
+        raise UserError(
+            f"objective.engine_devices={count}: there are {len(devices)}: choose {len(devices)} or less"
+        )
+    found: dict[int, list[Any]] = {}
+    for start in range(0, len(devices) - count + 1, count):
+        part = devices[start : start + count]
+        if len(processes := {device.process_index for device in part}) == 1:
+            found.setdefault(processes.pop(), part)
+    if found.keys() != {device.process_index for device in devices} or (
+        len(found) > 1 and len(devices) % count
+    ):
+        raise UserError(
+            f"objective.engine_devices={count}: each process has an engine, and {len(devices)} devices of "
+            f"{jax.process_count()} processes can't be divided so: choose 1, or a divisor of each process's devices"
+        )
+    return found[jax.process_index()]
 
 
 def _answer(events: Sequence[Event]) -> Answer:

@@ -3,7 +3,10 @@
 One process that sees all devices (a single controller, as on one machine, or on pods with Pathways) can have several
 meshes at a time. `jax.device_put` then copies from device to device where every part that a device of the new mesh
 needs is whole on one of the old ones. Where it isn't, it goes through the host's memory, and says nothing. `move` cuts
-the arrays on the old devices as the new ones need them before it copies.
+the arrays on the old devices as the new ones need them before it copies. An array whose parts are on the new devices
+already is not copied: old and new have the same memory, and are deleted together when either is donated.
+
+With several processes each has devices of its own that it moves arrays to, and all move the same arrays together.
 
 Chapters: 26.
 """
@@ -27,27 +30,51 @@ def move(tree: Any, shardings: Any) -> Any:
     Args:
       tree: arrays, all on the same devices.
       shardings: a pytree of the same structure with a NamedSharding or SingleDeviceSharding of each, all on the same
-        devices.
+        devices. If several processes have the old ones, the new are one of their equal parts, in their order: each
+        process names one of its own, divided in the same way.
     """
-    leaves, targets = jax.tree.leaves(tree), jax.tree.leaves(shardings)
-    if all(_is_there(x, target) for x, target in zip(leaves, targets, strict=True)):
-        return jax.device_put(tree, shardings)  # binds them to the devices, no more
-    old, new = _devices(leaves[0].sharding), _devices(targets[0])
+    leaves, treedef = jax.tree.flatten(tree)
+    targets = jax.tree.leaves(shardings)
+    rest = [i for i, pair in enumerate(zip(leaves, targets, strict=True)) if not _is_there(*pair)]
+    moved = dict(
+        zip(rest, _copied(*([x[i] for i in rest] for x in (leaves, targets))), strict=True)
+    )
+    same = [moved.get(i, x) for i, x in enumerate(leaves)]
+    return treedef.unflatten(map(_rebound, same, targets))
+
+
+def _copied(arrays: list[jax.Array], targets: list[Any]) -> list[Any]:
+    """Returns arrays of which every new device has its part; others may have parts too."""
+    if not arrays:
+        return []
+    old, new = _devices(arrays[0].sharding), _devices(targets[0])
     with jax.set_mesh(NO_MESH):
         if len(old) % len(new) == 0:
-            cut = jax.tree.map(lambda target: _like(target, old), shardings)
-            # The copy, which where nothing moves is none, also takes the old mesh out of the arrays' types.
-            return jax.device_put(_reshard(tree, cut), shardings)
-        whole = jax.tree.map(lambda _: _whole(old), shardings)
-        there = jax.tree.map(lambda _: _whole(new), shardings)
-        apart = jax.device_put(_reshard(tree, whole), there)
-        return jax.device_put(_reshard(apart, shardings), shardings)
+            cut = _reshard(arrays, [_like(target, old) for target in targets])
+            there = all(map(_is_there, cut, targets))
+            return cut if there else jax.device_put(cut, targets)
+        whole = _reshard(arrays, [_whole(old)] * len(arrays))
+        apart = jax.device_put(whole, [_whole(new)] * len(arrays))
+        return _reshard(apart, targets)
 
 
 def _is_there(x: jax.Array, target: Sharding) -> bool:
-    """Whether an array has the sharding, and no mesh in its type if the sharding has none."""
-    typed = isinstance(target, NamedSharding) or jax.typeof(x).sharding.mesh.empty
-    return x.sharding == target and typed
+    """Whether each device of the sharding has its part of the array already; all processes find the same."""
+    if not x.is_fully_addressable:
+        return x.sharding.is_equivalent_to(_like(target, _devices(x.sharding)), x.ndim)
+    held = {shard.device: shard.index for shard in x.addressable_shards}
+    wanted = target.addressable_devices_indices_map(x.shape)
+    bounds = lambda index: [at.indices(n) for at, n in zip(index, x.shape, strict=True)]  # noqa: E731
+    return all(d in held and bounds(held[d]) == bounds(at) for d, at in wanted.items())
+
+
+def _rebound(x: jax.Array, target: Sharding) -> jax.Array:
+    """Returns an array of the parts that the sharding's devices have, with the sharding in its type: no copy."""
+    if x.sharding == target and isinstance(target, NamedSharding):
+        return x
+    held = {shard.device: shard.data for shard in x.addressable_shards}
+    parts = [held[device] for device in target.addressable_devices_indices_map(x.shape)]
+    return jax.make_array_from_single_device_arrays(x.shape, target, parts)
 
 
 def _reshard(tree: Any, shardings: Any) -> Any:

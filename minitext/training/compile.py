@@ -196,13 +196,19 @@ def check_executable(cfg: Config, mesh: Mesh) -> bytes:
 
 
 def make_or_load_step(
-    cfg: Config, mesh: Mesh, objective: Objective | None = None
+    cfg: Config, mesh: Mesh, objective: Objective | None = None, reference: Any = None
 ) -> Callable[..., Any]:
     """Returns the train step: from `train.executable` if it names a file, else compiled on its first call.
 
     With `xla.options` it is compiled here, where a refused option can be named. Several processes compile it here too
     and wait for each other: the first collective of a CPU job fails when a process reaches it 30 s after another
     (Gloo's limit), and compiling may take one process that much longer.
+
+    Args:
+      cfg: the configuration.
+      mesh: the devices.
+      objective: what to minimise; None: cross-entropy, in nats.
+      reference: `TrainState.reference` of the states that the step is for.
 
     Raises:
       UserError: if the file holds another step or is for other devices; if the compiler refuses one of `xla.options`.
@@ -211,7 +217,8 @@ def make_or_load_step(
     if cfg.train.executable is None and not job.joined() and not cfg.xla.options:
         return step
     with jax.set_mesh(mesh), refusals_named():
-        lowered = step.lower(abstract_state(cfg, mesh), abstract_batch(cfg, mesh, objective))
+        state = dataclasses.replace(abstract_state(cfg, mesh), reference=reference)
+        lowered = step.lower(state, abstract_batch(cfg, mesh, objective))
         if cfg.train.executable is None:
             compiled = lowered.compile()
             job.barrier("compiled the train step")

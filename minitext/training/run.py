@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -119,7 +120,7 @@ def train(
             watchdog = stack.enter_context(_watchdog(cfg, directory))
             ledger.lap("init", start)
             # After the stopper: a signal that arrives while the step compiles has to wait for it.
-            train_step = _make_step(cfg, mesh, task.objective(cfg))
+            train_step = _make_step(cfg, mesh, task.objective(cfg), state.reference)
             ledger.lap("compile", start + 1)
             loop = Loop(
                 cfg.train,
@@ -286,13 +287,13 @@ def _watchdog(cfg: Config, directory: Path) -> Watchdog:
     return Watchdog(directory, jax.process_index(), logger.warning, cfg.train.hang_seconds, end)
 
 
-def _make_step(cfg: Config, mesh: Mesh, objective: Objective) -> Callable:
+def _make_step(cfg: Config, mesh: Mesh, objective: Objective, reference: Any) -> Callable:
     """Returns the train step, which compiles when first called; `make_or_load_step` says which ones are ready."""
     if cfg.train.executable is None and not job.joined() and not cfg.xla.options:
         return make_train_step(cfg, mesh, objective)
     from minitext.training.compile import make_or_load_step
 
-    return make_or_load_step(cfg, mesh, objective)
+    return make_or_load_step(cfg, mesh, objective, reference)
 
 
 def _trace(

@@ -6,10 +6,15 @@ import json
 import pytest
 
 import minitext as mt
+from minitext import hardware
 from minitext.cli import main
+from minitext.compiler.targets import parse_target, topology_mesh
+from minitext.config.sections import MeshConfig
 from minitext.errors import UserError
 from minitext.hardware import CHIPS
+from minitext.inference.engine import RULES_OF_ENGINE, make_programs
 from minitext.models.flops import count_params
+from minitext.perf import serving
 from minitext.perf.serving import predict_serving, print_serving
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
@@ -140,6 +145,20 @@ def test_the_engines_programs_compile_for_a_tpu(settings):
     assert found.kernels["decode"]["paged_attention"] == 2
     assert found.reports["decode"].sent["all-reduce"] == found.decode.sent
     print_serving(found)
+
+
+@needs_libtpu
+@pytest.mark.audit
+def test_layers_of_borrowed_stacks_are_read_where_they_are(monkeypatch):
+    def borrowed(model):
+        return make_programs(model, 1, RULES_OF_ENGINE, hardware.platform(), borrow=True)
+
+    monkeypatch.setattr(serving, "_programs", borrowed)
+    cfg = mt.load_config("laptop", [*SMALL, "model.layers=4", "model.dtype=float32"]).model
+    mesh = topology_mesh(parse_target("v5e:1x1"), MeshConfig(data=1))
+    reports, _ = serving.compile_engine(cfg, mesh, "v5e:1x1", texts=16, context=255, prompt=256)
+    matrix = 4 * cfg.embed * cfg.mlp
+    assert all(report.temp_bytes < 2 * matrix for report in reports.values())
 
 
 @needs_libtpu

@@ -75,7 +75,7 @@ def test_parts_are_computed_side_by_side():
 def test_mistakes_of_a_function_are_refused_in_a_line(part, name, problem):
     def rewards():
         with RewardWorkers([part(name)], seconds=5, workers=1) as workers:
-            workers.compute([{"factor": 1}] * 2, ["a", "b"])
+            workers.check(workers.compute([{"factor": 1}] * 2, ["a", "b"]))
 
     with pytest.raises(UserError, match=problem) as caught:
         rewards()

@@ -169,7 +169,7 @@ def test_values_make_ppos_advantages(make):
         (("objective.max_tokens=12",), "none of 38 prompts for train has at most 5 tokens"),
         (("train.global_batch=5",), "16 answers, which are not divisible by train.global_batch=5"),
         (("objective.rewards=[{name: lenght}]",), "did you mean length"),
-        (("objective.engine_devices=9",), "objective.engine_devices=9: there are 8"),
+        (("objective.engine_devices=2",), "objective.engine_devices=2: there are 1"),
         (("objective.max_tokens=17",), "leaves no room for a prompt"),
         (("train.loss_chunks=2",), "train.loss_chunks=2 is not for objective.kind=grpo"),
         (("model.value_head=true",), "has no use for a value head: set model.value_head=false"),

@@ -62,6 +62,29 @@ def test_moved_arrays_are_the_same_and_never_on_the_host(name):
             assert jax.typeof(x).sharding.mesh == mesh.abstract_mesh
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "spec"),
+    [
+        ((0, 1, 2, 3), (0, 1, 2, 3), WHOLE),
+        ((5, 3), (3,), WHOLE),
+        ((4, 5, 0, 1), (4, 5, 0, 1), BOTH),
+        ((0, 1, 2, 3), (2, 3), PartitionSpec("x")),
+    ],
+)
+def test_an_array_that_is_there_is_not_copied(old, new, spec):
+    there = lambda x: {s.device: s.data.unsafe_buffer_pointer() for s in x.addressable_shards}  # noqa: E731
+    rows = jax.device_put(jnp.arange(64.0).reshape(8, 8), layout(old, spec)[0])
+    target = layout(new, spec)[0] if len(new) > 1 else layout(new, None)[0]
+    moved = move(rows, target)
+    held = {shard.device: shard.index for shard in rows.addressable_shards}
+    same = all(held[s.device] == s.index for s in moved.addressable_shards)
+    assert same == (new != (2, 3))
+    assert (there(moved).items() <= there(rows).items()) == same
+    np.testing.assert_array_equal(moved, np.arange(64.0).reshape(8, 8))
+    jax.jit(lambda x: x + 1, donate_argnums=0)(rows)
+    assert moved.is_deleted() == same
+
+
 def test_jax_alone_goes_through_the_host():
     """Why `move` exists: no device has a column of what is divided by rows."""
     old = jax.device_put(jnp.eye(8), layout(*LAYOUTS["four by rows"])[0])
