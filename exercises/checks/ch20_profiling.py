@@ -565,7 +565,7 @@ def miscounts(m, seq_len):
         ("The output layer comes once, not in every layer", whole + (m.layers - 1) * output),
         ("`kv_heads` is None where there are as many as heads, not one", whole - narrow * (1 - 1 / m.heads)),
         ("A token meets half of a row's keys; you multiply by seq_len once more", whole + scores * (seq_len - 1)),
-        ("A token meets half of a row's keys; you multiply by seq_len once more", whole + scores * (2 * seq_len - 1)),
+        ("A token meets half of a row's T keys; you count T times T", whole + scores * (2 * seq_len - 1)),
         ("Attention's two products come in every layer", whole - scores + scores / m.layers),
         ("Attention's two products have a backward pass as well, twice the forward one", whole - 2 * scores / 3),
         ("The output layer has a backward pass as well, twice the forward one", whole - 2 * output / 3),

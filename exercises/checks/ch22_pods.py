@@ -984,7 +984,7 @@ def course(schedule, seconds):
         if opcode.endswith("-start") or opcode in BLOCKING:
             link = "host" if opcode == "copy-start" else "ici"
             begins = max(clock, free.get(link, 0.0))
-            behind = f", after {before[link]}" if begins > clock else ""
+            behind = f", after {before[link]}," if begins > clock else ""
             begun[name], before[link] = (clock, begins, begins + took, behind), name
             free[link] = begins + took
         if opcode.endswith("-done") or opcode in BLOCKING:
