@@ -87,6 +87,8 @@ def reads(fn, t, events, window, why):
             told = "; not all of them are numbers"
         elif any(n < 0 for n in got):
             told = "; a time is negative: something was subtracted that isn't inside that event"
+            if any(e[3] <= window[0] or e[2] >= window[1] for e in events):
+                told += ", or an event outside the window has a negative length there"
         elif (more := sum(got) - sum(want.values())) != 0:
             much = "many: some are counted twice or outside the window" if more > 0 else "few"
             told = f"; together they are {abs(more):g} ns too {much}"
@@ -98,6 +100,7 @@ def reads(fn, t, events, window, why):
     several = {
         "Times are in nanoseconds; yours are in microseconds": [ns / 1000 for ns in right],
         "You return shares of the window, want nanoseconds": [ns / (w1 - w0) for ns in right],
+        "You return shares of the busy time, want nanoseconds": [ns / sum(right) for ns in right],
         "You leave out events that aren't all inside the window; the part inside counts": [
             only.get(name, 0) for name in sorted(want)
         ],
@@ -109,6 +112,17 @@ def reads(fn, t, events, window, why):
     length = window[1] - window[0]
     ns = {"You return nanoseconds: divide by the window's length": want_idle * length}
     ns["You return the busy nanoseconds"] = (1 - want_idle) * length
+    spans = sorted((max(e[2], w0), e[3], e[0]) for e in events)
+    ns["Busy time after the window's end counts too in yours"] = 1 - covered(spans, w0) / length
+    ns["You add up the lanes; when two of them are busy at once, the time counts once"] = (
+        1 - sum(want.values()) / length
+    )
+    ns["You add up all durations; what overlaps counts once"] = right_read(
+        events, window, busy="sum"
+    )[1]
+    ns["You measure from the first event to the last; use the given window"] = right_read(
+        events, window, given=False
+    )[1]
     t.close(idle, want_idle, rtol=0, atol=1e-9, why=f"{told}: {why}", mistakes=ns)
 
 
@@ -120,7 +134,13 @@ def _(fn, t):
         ("x", "copy", a, a + b),
         ("x", "dot.2", a + b + 7, a + b + c + 7),
     ]
-    reads(fn, t, events, (0, a + b + c + 20), "three events, two of one name")
+    reads(
+        fn,
+        t,
+        events,
+        (0, a + b + c + 20),
+        "three events one after the other, two of one name, in any order in the list",
+    )
 
 
 @read_trace.check("nested, three deep")
@@ -133,7 +153,13 @@ def _(fn, t):
         ("x", "dot.2", a + b, end - a - b),
         ("x", "fusion.1", end - a - 2, end - a),
     ]
-    reads(fn, t, events, (0, end + 5), "a loop, a call in it, products in the call")
+    reads(
+        fn,
+        t,
+        events,
+        (0, end + 5),
+        "a loop, a call directly in it, and two products directly in the call",
+    )
 
 
 @read_trace.check("two that start together, and one that starts where another ends")
@@ -146,7 +172,8 @@ def _(fn, t):
         ("x", "fusion.1", 3 * n, 4 * n + 1),
         ("x", "all-reduce.4", 2 * n, 3 * n),
     ]
-    reads(fn, t, events, (0, 5 * n), "events that touch")
+    why = "dot.2 starts together with the loop around it; copy, all-reduce.4 and fusion.1 start where another ends"
+    reads(fn, t, events, (0, 5 * n), why)
 
 
 @read_trace.check("a name inside itself, and events of no duration")
@@ -158,7 +185,7 @@ def _(fn, t):
         ("x", "copy", n, n),
         ("x", "dot.2", n + 1, 2 * n),
     ]
-    reads(fn, t, events, (0, 4 * n), "a call that calls itself")
+    reads(fn, t, events, (0, 4 * n), "a call that calls itself, and a copy of no duration")
 
 
 @read_trace.check("lanes that run at the same time")
@@ -171,7 +198,13 @@ def _(fn, t):
         ("y", "copy", n + 1, n + 3),
         ("z", "all-reduce.4", 5 * n, 6 * n),
     ]
-    reads(fn, t, events, (0, 7 * n), "three lanes")
+    reads(
+        fn,
+        t,
+        events,
+        (0, 7 * n),
+        "lane x has a product in a loop, lane y a copy in a fusion, lane z one event",
+    )
 
 
 @read_trace.check("a window that cuts events off")
@@ -183,7 +216,8 @@ def _(fn, t):
         ("y", "copy", 4 * n, 6 * n),
         ("y", "fusion.1", 7 * n, 8 * n),
     ]
-    reads(fn, t, events, (n, 5 * n), f"a window from {n} to {5 * n}")
+    why = f"the window from {n} to {5 * n} cuts off the start of a loop and of a product in it, and the end of a copy"
+    reads(fn, t, events, (n, 5 * n), why)
 
 
 @read_trace.check("random traces")
@@ -266,6 +300,67 @@ def one_stack(events, window):
 )
 def shorter_first(events, window):
     return right_read(events, window, by_end=False)
+
+
+@read_trace.mutant(
+    "When two events start together you leave them in the order of the list. The longer one is around the other: sort "
+    "by (start, -end)."
+)
+def together_as_listed(events, window):
+    return right_read(sorted(events, key=lambda e: e[2]), window, ordered=False)
+
+
+@read_trace.mutant(
+    "Names without time inside the window are missing from your result. Each name in `events` has an entry, if only 0."
+)
+def leaves_out_zeros(events, window):
+    own, idle = right_read(events, window)
+    return {name: ns for name, ns in own.items() if ns}, idle
+
+
+@read_trace.mutant(
+    "You subtract the whole of an inner event, also what is outside the window. Clip it before you subtract it."
+)
+def whole_inner_ones(events, window):
+    own, idle = right_read(events, window)
+    whole, cut = (
+        right_read(events, window, clip=False)[0],
+        right_read(events, window, inner="none")[0],
+    )
+    durations = right_read(events, window, clip=False, inner="none")[0]
+    return {name: cut[name] - durations[name] + whole[name] for name in own}, idle
+
+
+@read_trace.mutant(
+    "You close at most one event before you open the next. Several may have ended by then: close all that have."
+)
+def closes_one(events, window):
+    own, opened = right_read(events, window, inner="none")[0], defaultdict(list)
+    for lane, name, start, end in sorted(events, key=lambda e: (e[2], -e[3])):
+        if opened[lane] and opened[lane][-1][0] <= start:
+            opened[lane].pop()
+        if opened[lane]:
+            own[opened[lane][-1][1]] -= max(0, min(end, window[1]) - max(start, window[0]))
+        opened[lane].append((end, name))
+    return own, right_read(events, window)[1]
+
+
+@read_trace.mutant(
+    "You sort events by lane or name before their start. An event is inside one that is open at its start, so go "
+    "through a lane's events in order of starts."
+)
+def sorted_by_name(events, window):
+    return right_read(sorted(events), window, ordered=False)
+
+
+@read_trace.mutant(
+    "An event that is wholly outside the window has a negative length after you cut it. It counts 0."
+)
+def negative_outside(events, window):
+    own, idle = right_read(events, window)
+    for _, name, start, end in events:
+        own[name] += min(0, min(end, window[1]) - max(start, window[0]))
+    return own, idle
 
 
 @read_trace.mutant(
@@ -439,6 +534,50 @@ def right_mfu(
     return flops / (seconds * (chips if all_chips else 1) * peaks[dtype or m.dtype])
 
 
+def parts_of(m, seq_len):
+    """FLOPs of a token, forward and backward: each half of attention's matrices, the layers' rest, output, scores."""
+    D, N = m.embed, m.heads
+    K, H = m.kv_heads or N, m.head_dim or D // N
+    L = 6 * m.layers
+    return (
+        L * 2 * D * N * H,
+        L * 2 * D * K * H,
+        L * 3 * D * m.mlp,
+        6 * m.vocab * D,
+        L * N * H * seq_len,
+    )
+
+
+def miscounts(m, seq_len):
+    """What a wrong count of a token's FLOPs has, for each mistake."""
+    wide, narrow, gated, output, scores = parts_of(m, seq_len)
+    whole = wide + narrow + gated + output + scores
+    share = m.embed / m.heads / (m.head_dim or m.embed / m.heads)
+    keys = ": keys and values have one each" if narrow < wide else ""
+    return (
+        (f"You count three of attention's four matrices{keys}", whole - narrow / 2),
+        ("You count three of attention's four matrices: the output projection has one too", whole - wide / 2),
+        ("Attention's four matrices are missing: queries, keys, values, output projection", whole - wide - narrow),
+        ("You leave the feed-forward layer out", whole - gated),
+        ("You count one of the gated layer's three matrices", whole - 2 * gated / 3),
+        ("Every layer counts: multiply by `layers`", (whole - output) / m.layers + output),
+        ("The output layer comes once; looking up the embedding is no product", whole + output),
+        ("The output layer comes once, not in every layer", whole + (m.layers - 1) * output),
+        ("`kv_heads` is None where there are as many as heads, not one", whole - narrow * (1 - 1 / m.heads)),
+        ("A token meets half of a row's keys; you multiply by seq_len once more", whole + scores * (seq_len - 1)),
+        ("A token meets half of a row's T keys; you count T times T", whole + scores * (2 * seq_len - 1)),
+        ("Attention's two products come in every layer", whole - scores + scores / m.layers),
+        ("Attention's two products have a backward pass as well, twice the forward one", whole - 2 * scores / 3),
+        ("The output layer has a backward pass as well, twice the forward one", whole - 2 * output / 3),
+        ("You count one FLOP for each weight; a multiplication and an addition are two", whole / 2 + scores / 2),
+        ("You count twice as many FLOPs as a step has: a weight takes 2", 2 * whole - scores),
+        ("Attention's two products have H numbers for each head, which needn't be D / N", whole - scores * (1 - share)),
+        ("Queries and output projection have D N H weights, which needn't be D D", whole - wide * (1 - share)),
+        ("Keys and values have D K H weights; H needn't be D / N", whole - narrow * (1 - share)),
+        ("The backward pass takes twice the FLOPs of the forward pass, not three times", 4 * whole / 3),
+    )  # fmt: skip
+
+
 def measures(fn, t, model, rows, seq_len, why, chips=1, rtol=1e-6, seconds=None):
     seconds = seconds or float(t.rng.uniform(0.05, 20))
     peaks = {dtype: peak * float(t.rng.uniform(0.9, 1.1)) for dtype, peak in PEAKS.items()}
@@ -459,6 +598,16 @@ def measures(fn, t, model, rows, seq_len, why, chips=1, rtol=1e-6, seconds=None)
         "You return per cent": 100.0,
     }
     right = right_mfu(model, *args)
+    told |= {
+        f"You divide by the peak of {dtype}, and the model computes in {model.dtype}": peaks[
+            model.dtype
+        ]
+        / peak
+        for dtype, peak in peaks.items()
+    }
+    told |= {
+        text: flops / sum(parts_of(model, seq_len)) for text, flops in miscounts(model, seq_len)
+    }
     t.close(got / right, 1.0, rtol=rtol, why=f"over the right one: {why}", mistakes=told)
 
 
@@ -481,8 +630,8 @@ def _(fn, t):
 
 @mfu.check("heads that are wider than embed / heads")
 def _(fn, t):
-    model = drawn_model(t, heads=4, embed=128, head_dim=96)
-    measures(fn, t, model, 4, 512, "head_dim = 96, embed / heads = 32")
+    model = drawn_model(t, heads=4, embed=128, head_dim=80)
+    measures(fn, t, model, 4, 512, "head_dim = 80, embed / heads = 32")
 
 
 @mfu.check("tied embeddings")
@@ -725,20 +874,21 @@ class Ledger:
             )
             kinds.append("lost" if lost else r["event"])
         begun = min(r["start"] for r in self.records)
-        ticks = int(8 * (max(r["start"] + r["seconds"] for r in self.records) - begun))
+        starts = np.array([r["start"] for r in self.records])
+        ends = starts + [r["seconds"] for r in self.records]
+        at = np.arange(begun, ends.max(), 1 / 8)  # eighths of a second, all of them exact
         spent = dict.fromkeys(["step", "lost", "idle", "other", *kinds], 0)
-        for tick in range(ticks):
-            at = begun + tick / 8
-            claims = [
-                (r["start"], i)
-                for i, r in enumerate(self.records)
-                if r["start"] <= at < r["start"] + r["seconds"]
-            ]
-            if claims:
-                spent[kinds[min(claims)[1]]] += 1
+        claims = (starts <= at[:, None]) & (at[:, None] < ends)
+        first = np.where(claims, starts, np.inf).argmin(1)
+        for tick in range(len(at)):
+            if claims[tick, first[tick]]:
+                spent[kinds[first[tick]]] += 1
             else:
-                following = min((r["start"], r["event"]) for r in self.records if r["start"] > at)
+                following = min(
+                    (r["start"], r["event"]) for r in self.records if r["start"] > at[tick]
+                )
                 spent["idle" if following[1] == "job_start" else "other"] += 1
+        ticks = len(at)
         return {kind: n / ticks for kind, n in spent.items()}
 
 
@@ -768,6 +918,12 @@ def divides(fn, t, ledger, why, lines=None):
         "Your whole time begins at 0: it begins with the first start": right
         * whole
         / (whole + begun),
+        "You measure from time 0; the whole time begins with the first start": [
+            (want[k] * whole + begun * (k == "idle")) / (whole + begun) for k in kinds
+        ],
+        "The time in which no event is open belongs to `other` here": [
+            {"idle": want["idle"] + want["other"], "other": 0.0}.get(k, want[k]) for k in kinds
+        ],
         "Your whole time lacks what is `idle`": right / (1 - want["idle"]),
         "Your whole time lacks what is in no event": right / covered,
         "You count lost steps under `step` too": [
@@ -802,7 +958,8 @@ def misplaced(got, want, unit):
         ]
         whole = f"{sum(float(got[k]) for k in want):.6g}, want {sum(want.values()):.6g}"
         times = sum(float(got[k]) for k in want) / sum(want.values())
-        if np.allclose([float(got[k]) for k in want], [times * want[k] for k in want]):
+        several = sum(ns > 0 for ns in want.values()) > 1
+        if several and np.allclose([float(got[k]) for k in want], [times * want[k] for k in want]):
             return f"together they are {whole}, and all are in proportion: you divide by another number, or by none"
         return f"together they are {whole}: {', '.join(told)}"
     return f"together they are right, but {len(off)} of them are not"
@@ -812,7 +969,9 @@ def misplaced(got, want, unit):
 def _(fn, t):
     ledger = Ledger(t)
     ledger.work(1, int(t.rng.integers(6, 12)))
-    divides(fn, t, ledger, "one job")
+    divides(
+        fn, t, ledger, "one job: no later job undoes its steps, and no job_start comes after a gap"
+    )
 
 
 @goodput.check("killed and resumed from its last save")
@@ -883,7 +1042,8 @@ def _(fn, t):
     ledger.note("upload", 80, 90)
     ledger.now -= 9.0
     ledger.note("data_wait", 1, 5)
-    divides(fn, t, ledger, "an upload goes on when the last event is over")
+    why = "a data_wait begins and ends within an upload, which began first and has the whole of its time"
+    divides(fn, t, ledger, why)
 
 
 @goodput.check("a torn last line")
@@ -918,18 +1078,20 @@ def _(fn, t):
         i for i, r in enumerate(ledger.records) if r["start"] > hung["start"] + hung["seconds"]
     )
     ledger.records.insert(late - 1, ledger.records.pop(before - 1))
-    divides(fn, t, ledger, "the first job's last save and the second job's start overlap")
+    why = "the first job's last save began first and has all of its time; the second job's events get the rest"
+    divides(fn, t, ledger, why)
 
 
 def right_goodput(
     lines, *, lost="began", torn="skip", idle=True, whole="all", sweep=True, begins=True, ends="of all", ordered=True,
+    first=True,
 ):  # fmt: skip
     records, job = [], 0
     for line in lines:
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
-            if torn == "raise":
+            if torn == "raise" or (torn == "last" and line is not lines[-1]):
                 raise
             if torn == "stop":
                 break
@@ -940,16 +1102,24 @@ def right_goodput(
         records.sort(key=lambda r: r["start"])
     spent = dict.fromkeys([*(r["event"] for r in records), "step", "lost", "idle", "other"], 0.0)
     begun = until = records[0]["start"]
+    before = ""
     for r in records:
         kind, start = r["event"], r["start"]
         if start > until:
             spent["idle" if idle and kind == "job_start" else "other"] += start - until
             until = start
         end = start + r["seconds"]
+        if start < until and not first:
+            spent[before] -= min(until, end) - start
+            spent[kind] += min(until, end) - start
         if kind == "step" and is_lost(r, records, lost):
             kind = "lost"
+        if ends == "goes back":
+            spent[kind] += end - until
+            until = end
+            continue
         spent[kind] += max(until, end) - until if sweep else r["seconds"]
-        until = max(until, end)
+        until, before = max(until, end), kind
     total = until - begun
     if not begins:
         total = records[-1]["start"] - begun
@@ -972,6 +1142,19 @@ def is_lost(step, records, how):
         return any(r["step"] == step["step"] for r in later)
     if how == "first":
         return any(r["step"] == step["step"] and r["job"] < step["job"] for r in steps)
+    if how == "any job":
+        return any(r["step"] <= step["step"] and r["job"] != step["job"] for r in steps)
+    if how == "whole job":
+        last = max(r["step"] for r in steps if r["job"] == step["job"])
+        return any(r["step"] <= last for r in later)
+    if how == "own job":
+        return True
+    if how == "began with it":
+        firsts = {r["job"]: r["step"] for r in reversed(steps)}
+        return any(firsts[r["job"]] == step["step"] for r in later)
+    if how == "ended":
+        lasts = {r["job"]: r["step"] for r in steps}
+        return any(lasts[r["job"]] <= step["step"] for r in later)
     if how == "last":
         later = [r for r in later if r["job"] == max(r["job"] for r in steps)]
     if how == "lower":
@@ -985,6 +1168,66 @@ def is_lost(step, records, how):
         last_job = step["job"] == max(r["job"] for r in records)
         return step["start"] > max(saves, default=0.0) and (how == "unsaved" or not last_job)
     return any(r["step"] <= step["step"] for r in later)
+
+
+@goodput.mutant(
+    "You call all steps of an earlier job lost. Those before the first step of a later job are kept: it resumed from "
+    "them."
+)
+def the_whole_job_is_lost(lines):
+    return right_goodput(lines, lost="whole job")
+
+
+@goodput.mutant(
+    "You count a step as lost whichever job it compares with, also an earlier one or its own. Only a *later* job "
+    "undoes steps."
+)
+def lost_to_itself(lines):
+    return right_goodput(lines, lost="own job")
+
+
+@goodput.mutant(
+    "You count a step as lost if an earlier job did the same one or a lower one. Only a *later* job undoes steps."
+)
+def lost_to_an_earlier_job(lines):
+    return right_goodput(lines, lost="any job")
+
+
+@goodput.mutant(
+    "When two events claim the same moment you give it to the one that began later. It belongs to the one that began "
+    "first."
+)
+def later_one_first(lines):
+    return right_goodput(lines, first=False)
+
+
+@goodput.mutant(
+    "You skip half a line only at the end of the file. It may be between two jobs as well."
+)
+def torn_at_the_end_alone(lines):
+    return right_goodput(lines, torn="last")
+
+
+@goodput.mutant(
+    "You call lost only the step that a later job began with. Those after it were undone as well: a step is lost if a "
+    "later job began with its number or a *lower* one."
+)
+def only_the_first_again(lines):
+    return right_goodput(lines, lost="began with it")
+
+
+@goodput.mutant(
+    "You compare with the last step of each later job. Its *first* step says how far back it went."
+)
+def last_step_of_a_job(lines):
+    return right_goodput(lines, lost="ended")
+
+
+@goodput.mutant(
+    "After a long event you continue from the end of a shorter one that lies inside it. Keep the latest end so far."
+)
+def goes_back(lines):
+    return right_goodput(lines, ends="goes back")
 
 
 @goodput.mutant(
@@ -1175,9 +1418,13 @@ def finds(fn, t, events, why):
     t.true(formed, f"want a pair (name of the worst, dict of all costs), got {got}", "form")
     worst, waits = got
     want_worst, want = blame(events)
-    missing = sorted(set(want) - set(waits))
-    t.true(not missing, f"no entry for {missing}, want one for each wait: {why}", sorted(waits))
-    t.equal(sorted(waits), sorted(want), why=f"the names: {why}")
+    missing, known = sorted(set(want) - set(waits)), sorted(waits, key=str)
+    t.true(
+        not missing,
+        f"no entry for {missing}, want one for each wait; yours are {known}: {why}",
+        known,
+    )
+    t.equal(known, sorted(want), why=f"the names: {why}")
     names = sorted(want)
     devices = len({e[0] for e in events} - {None})
     told = misplaced(waits, want, "ns on the average")
@@ -1191,6 +1438,9 @@ def finds(fn, t, events, why):
         "You round: costs are means over devices, and may be fractions": np.floor(right),
         "A data wait costs each device the time in which it isn't computing": [
             want[n] / devices if n in data else want[n] for n in names
+        ],
+        "A data wait costs the mean over devices too, not the sum": [
+            want[n] * devices if n in data else want[n] for n in names
         ],
     }
     t.close(
@@ -1217,7 +1467,12 @@ def step_of(t, device, at, late=0):
 
 @find_stall.check("a collective that is hidden and one that is not")
 def _(fn, t):
-    finds(fn, t, step_of(t, 0, 0), "one device, one step")
+    finds(
+        fn,
+        t,
+        step_of(t, 0, 0),
+        "one device, one step: all-gather.2 is open only while the device computes, all-reduce.4 only while it doesn't",
+    )
 
 
 @find_stall.check("a collective that is hidden in part")
@@ -1229,7 +1484,12 @@ def _(fn, t):
         (0, "compute", "dot.3", 3 * n + 2, 5 * n),
         (0, "collective", "all-reduce.4", 5 * n, 5 * n + 3),
     ]
-    finds(fn, t, events, "computing before, a gap, computing again")
+    finds(
+        fn,
+        t,
+        events,
+        "all-gather.2 is open over two products and the gap between them, which is what it costs",
+    )
 
 
 @find_stall.check("another device's computing hides nothing")
@@ -1242,7 +1502,7 @@ def _(fn, t):
         (1, "compute", "dot.3", 2 * n, 3 * n),
         (1, "collective", "all-reduce.4", 2 * n + 1, 3 * n + 1),
     ]
-    finds(fn, t, events, "device 0 waits for device 1")
+    finds(fn, t, events, "device 0 waits in all-reduce.4 while device 1 computes")
 
 
 @find_stall.check("computing on two lanes of a device")
@@ -1277,6 +1537,22 @@ def _(fn, t):
     pause = int(t.rng.integers(200, 300))
     events = [e for d in range(2) for e in step_of(t, d, 0) + step_of(t, d, pause)]
     finds(fn, t, events, "a pause in which nothing is open")
+
+
+@find_stall.check("two waits at once")
+def _(fn, t):
+    n = int(t.rng.integers(10, 30))
+    for kind, device in (("collective", 0), ("data", None)):
+        for ends in (2 * n, 4 * n):
+            events = [
+                (0, "compute", "dot.1", 0, n),
+                (0, "collective", "all-reduce.4", n, 3 * n),
+                (device, kind, "other", n + 3, ends),
+                (0, "compute", "dot.3", 4 * n, 5 * n),
+            ]
+            last = "other" if ends > 3 * n else "all-reduce.4"
+            why = f"all-reduce.4 is open from {n} to {3 * n}, a {kind} wait from {n + 3} to {ends}"
+            finds(fn, t, events, f"{why}: while both are open, {last} ends last and has the blame")
 
 
 @find_stall.check("several waits at once")
@@ -1328,30 +1604,41 @@ def _(fn, t):
 
 def right_stall(
     events, *, whole=False, own=True, host=True, mean=True, once=True, by=lambda e: e[4], sums=True,
-    idle=True, partly=True, silent=True, split=False, worst_idle=True,
+    idle=True, partly=True, silent=True, split=False, worst_idle=True, nameless=False, own_window=False, floor=False,
+    works_idle=False, one_stretch=False,
 ):  # fmt: skip
     devices = sorted({e[0] for e in events if silent or e[1] == "compute"} - {None})
     waits = dict.fromkeys((e[2] for e in events if e[1] != "compute"), 0.0) | {"idle": 0.0}
-    longest = dict.fromkeys(waits, 0.0)
+    longest, stretch = dict.fromkeys(waits, 0.0), dict.fromkeys(waits, 0.0)
+    if nameless and any(e[0] is None for e in events):
+        devices.append(None)
     edges = sorted({e[3] for e in events} | {e[4] for e in events})
     for device in devices:
         mine = [e for e in events if e[0] == device or (e[0] is None and host)]
+        if own_window:
+            edges = sorted({e[3] for e in mine} | {e[4] for e in mine})
         works = [e for e in (mine if own else events) if e[1] == "compute"]
         for start, end in pairwise(edges):
             at = [e for e in mine if e[3] <= start and e[4] >= end and e[1] != "compute"]
             computes = any(e[3] <= start and e[4] >= end for e in works)
             if not partly:  # whatever meets any computing counts as hidden
                 at = [e for e in at if not any(w[3] < e[4] and w[4] > e[3] for w in works)]
+            ns = (end - start) // len(devices) * len(devices) if floor else end - start
+            if computes and works_idle and not at:
+                waits["idle"] += end - start
             if computes and not whole:
                 continue
             if not at:
                 if idle and not computes:
-                    waits["idle"] += end - start
+                    waits["idle"] += ns
                 continue
             first = max(at, key=by)
             for e in [first] if once else at:
-                waits[e[2]] += (end - start) / (len(at) if split else 1)
+                waits[e[2]] += ns / (len(at) if split else 1)
                 longest[e[2]] = max(longest[e[2]], e[4] - e[3])
+                stretch[e[2]] = max(stretch[e[2]], ns)
+    if one_stretch:
+        waits = stretch | {"idle": waits["idle"]}
     if mean:
         waits = {name: ns / len(devices) for name, ns in waits.items()}
     ranked = waits if sums else longest
@@ -1521,3 +1808,56 @@ def durations_taken_off(events):
                         both = min(a[4], b[4], c[4]) - max(a[3], b[3], c[3])
                         waits[c[2]] -= max(0, both) / len(devices)
     return worst, waits
+
+
+@find_stall.mutant(
+    "Your device None is a device like the others in your mean. It's the host, which has no time of its own here."
+)
+def host_is_a_device(events):
+    return right_stall(events, nameless=True)
+
+
+@find_stall.mutant(
+    "You measure each device from its own first event to its own last. The window is the same for all: from the first "
+    "start to the last end of all events."
+)
+def window_of_each_device(events):
+    return right_stall(events, own_window=True)
+
+
+@find_stall.mutant(
+    "You divide with `//` and lose a part of a nanosecond each time. A mean over devices may be a fraction."
+)
+def whole_nanoseconds(events):
+    return right_stall(events, floor=True)
+
+
+@find_stall.mutant(
+    "You count the time in which a device computes as well. A device that computes isn't idle and waits for nothing, "
+    "whatever else is open."
+)
+def computing_is_waiting(events):
+    return right_stall(events, whole=True, works_idle=True)
+
+
+@find_stall.mutant(
+    "Waits that cost nothing, or `idle`, are missing from your dict. Each has an entry, if only 0.0."
+)
+def leaves_out_zeros_too(events):
+    worst, waits = right_stall(events)
+    return worst, {name: ns for name, ns in waits.items() if ns}
+
+
+@find_stall.mutant(
+    "You blame a collective before a data wait. It counts like the others: blame the wait that ends last."
+)
+def collectives_before_data(events):
+    return right_stall(events, by=lambda e: (e[1] == "collective", e[4]))
+
+
+@find_stall.mutant(
+    "You keep the longest stretch of each wait. A name's cost is the sum over all its events and all devices, divided "
+    "by the number of devices."
+)
+def one_stretch_of_each(events):
+    return right_stall(events, one_stretch=True)

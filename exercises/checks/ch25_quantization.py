@@ -109,6 +109,10 @@ def wrong_scales(x_RC, shared, block, want):
     by_column = np.abs(x).max(0) / 127
     return {
         "You take the largest number, not the largest magnitude": parts.max(-1) / 127,
+        "You take half of the range from the smallest number to the largest; take the largest magnitude": (
+            parts.max(-1) - np.where(np.isinf(parts), np.inf, parts).min(-1)
+        )
+        / 254,
         "A scale is the largest magnitude divided by 127; you don't divide": largest,
         "You divide by 128: the largest magnitude becomes 127": largest / 128,
         "You divide by 127.5: the largest magnitude becomes 127": largest / 127.5,
@@ -323,7 +327,12 @@ def wrong_products(a, b):
     (q, s), (r, u) = to_int8(a, 1), to_int8(b, 0)
     sums = jnp.dot(q, r, preferred_element_type=jnp.int32).astype(jnp.float32)
     small = jnp.dot(q, r, preferred_element_type=jnp.int8).astype(jnp.float32)
+    steps = [np.asarray(x, np.float32) / np.asarray(y) for x, y in ((a, s), (b, u))]
+    scales = np.asarray(s) * np.asarray(u)
+    cut, down = (to(steps[0]) @ to(steps[1]) * scales for to in (np.trunc, np.floor))
     return {
+        "You cut off fractions when you quantize; round to the nearest integer": cut,
+        "You round down when you quantize; round to the nearest integer": down,
         "The sums don't fit in int8: they overflow": small * s * u,
         "No scale is applied to the sums": sums,
         "The scales of the first factor's rows are missing": sums * u,
@@ -502,7 +511,9 @@ def at_random_with(*, how="floor", noise="each", rows=True, fixed=False, width=1
         largest = jnp.max(jnp.abs(x_RC), axis=axis, keepdims=True)
         scale = jnp.where(largest > 0, largest / 127, 1.0)
         steps = x_RC / scale
-        shape = {"each": x_RC.shape, "row": (len(x_RC), 1), "one": ()}[noise]
+        shape = {"each": x_RC.shape, "row": (len(x_RC), 1), "column": x_RC.shape[1:], "one": ()}[
+            noise
+        ]
         u = width * jax.random.uniform(key, shape)
         if how == "floor":
             steps = jnp.floor(steps + u)
@@ -512,6 +523,10 @@ def at_random_with(*, how="floor", noise="each", rows=True, fixed=False, width=1
             steps = jnp.round(steps)
         elif how == "above":
             steps = jnp.round(steps + u)
+        elif how == "unscaled":
+            steps = jnp.floor((x_RC + u) / scale)
+        elif how == "normal":
+            steps = jnp.floor(steps + 0.5 + 0.3 * jax.random.normal(key, shape))
         elif how == "turned":
             steps = jnp.floor(steps) + (u >= steps - jnp.floor(steps))
         elif how == "even":
@@ -631,6 +646,11 @@ for name, hint, options in (
     ("one_number_for_all", "All numbers share one u, so they are rounded up together, and their errors add up. Draw "
      "one for each.", {"noise": "one"}),
     ("one_number_a_row", "The numbers of a row share one u. Draw one for each number.", {"noise": "row"}),
+    ("one_number_a_column", "The numbers of a column share one u. Draw one for each number.", {"noise": "column"}),
+    ("noise_before_the_scale", "You add u before you divide by the scale. It belongs to the number in units of its "
+     "row's scale.", {"how": "unscaled"}),
+    ("normal_noise", "Your noise isn't uniform between 0 and 1, so the odds of rounding up aren't the fraction.",
+     {"how": "normal"}),
     ("key_ignored", "Your result doesn't depend on the key.", {"fixed": True}),
     ("half_the_noise", "Your u ends below 1, so small fractions are never rounded up.", {"width": 0.5}),
     ("one_scale", "You use one scale for the matrix; each row has its own.", {"rows": False}),
@@ -682,7 +702,7 @@ Write `find_wide(text)`: it reads a compiled program and lists each product that
 
 def find_wide_with(
     *, opcodes=("dot", "convolution"), either=True, scoped=True, narrow=r"[su][48]$|f8", by="factors", once=False,
-    through=False, root=True,
+    through=False, root=True, first=False,
 ):  # fmt: skip
     def fn(text):
         found, types = [], {}
@@ -690,7 +710,7 @@ def find_wide_with(
         pattern = r"\s*(?:ROOT )?%(\S+) = (\w+)\[\S* ([\w-]+)\(([^)]*)\)"
         if not root:
             pattern = pattern.replace("(?:ROOT )?", "")
-        if not scoped:
+        if not scoped and not first:
             types = {m[1]: m[2] for line in lines if (m := re.match(pattern, line))}
         for line in lines:
             if line.endswith("{") and scoped:
@@ -699,7 +719,7 @@ def find_wide_with(
                 continue
             name, kind, opcode, operands = parts.groups()
             names = re.findall(r"%([^\s,]+)", operands)
-            if scoped:
+            if scoped or (first and name not in types):
                 types[name] = kind
             if through and opcode == "convert" and names[0] in types:
                 types[name] = types[names[0]]
@@ -855,6 +875,8 @@ for name, hint, options in (
      "before the matrix unit sees it.", {"either": False}),
     ("names_of_the_module", "You look for an operand's type in the whole module. Another computation may have the same "
      "name for something else.", {"scoped": False}),
+    ("first_of_the_module", "You look for an operand's type in the whole module. Another computation may have the same "
+     "name for something else.", {"scoped": False, "first": True}),
     ("no_f8", "You take 8-bit floats for wide. They begin with f8.", {"narrow": r"[su][48]$"}),
     ("known_f8", "You know two 8-bit floats. All types that begin with f8 are narrow.",
      {"narrow": r"[su][48]$|f8e4m3fn$|f8e5m2$"}),

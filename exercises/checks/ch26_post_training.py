@@ -52,15 +52,16 @@ A conversation without the assistant has a mask of zeros.
 
 def answer_mask_with(
     *, shift=1, turns="all", header=False, ended=True, after=False, find=False, refuses="both",
-    begins=False, until=False, first_end=False, any_end=False,
+    begins=False, until=False, first_end=False, any_end=False, roles=("assistant",),
 ):  # fmt: skip
     def fn(messages, render, encode, end):
         text = render(messages, False)
         spoken = []
         for n, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] not in roles:
                 continue
-            before = render(messages[:n], not header)
+            header_too = header or message["role"] != "assistant"
+            before = render(messages[:n], not header_too)
             whole = render(messages[: n + 1], False)
             if refuses in ("both", "whole") and not text.startswith(whole):
                 raise ValueError("rewritten")
@@ -163,6 +164,24 @@ def talk(t, roles, contents=None):
     return [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
 
 
+def part_of(messages, template, end, start, stop):
+    """Where in a rendered conversation the characters from start to stop are."""
+    for n, message in enumerate(messages):
+        turn = template(messages[: n + 1], False)
+        if start >= len(turn):
+            continue
+        if message["role"] != "assistant":
+            return f"in the {message['role']}'s turn"
+        header = len(template(messages[:n], True))
+        ends = turn.rindex(end, header)
+        if start < header:
+            return "in the header" + (" and in the answer" if stop > header else "")
+        if start < ends:
+            return "in the assistant's answer"
+        return "its `end`" if start == ends else "after its `end`"
+    return "after the last turn"
+
+
 def masks(fn, t, messages, template, why, whole=()):
     encode = encoder(template, whole)
     got = fn(messages, template, encode, template.end)
@@ -170,17 +189,32 @@ def masks(fn, t, messages, template, why, whole=()):
     t.true(
         isinstance(got, (tuple, list)) and len(got) == 3, f"want three lists, {why}", str(type(got))
     )
+    ids = encode(template(messages, False))[0]
+    told = {
+        "These are all ids": ids,
+        "These are all ids but the last": ids[:-1],
+        "These are all ids but the first": ids[1:],
+    }
     for name, g, w in zip(("tokens", "targets"), got, want, strict=False):
-        t.equal([int(i) for i in g], w, f"{name}, {why}")
+        t.equal([int(i) for i in g], w, f"{name}, {why}", mistakes=told)
     marks, told = [int(i) for i in got[2]], ""
     text = template(messages, False)
-    words = [text[a:b] for a, b in encode(text)[1]][1:]
+    spans = encode(text)[1][1:]
+    words = [text[a:b] for a, b in spans]
     wrong = [n for n, (g, w) in enumerate(zip(marks, want[2], strict=False)) if g != w]
     if wrong and len(marks) == len(want[2]):
         n = wrong[0]
         before = "".join(words[max(0, n - 3) : n])
-        told = f" you {'mark' if marks[n] else 'leave out'} {words[n]!r} after {before!r};"
-    t.equal(marks, want[2], f"the mask of targets:{told} {why}")
+        told = (
+            f" you {'mark' if marks[n] else 'leave out'} {words[n]!r} after {before!r}, which is "
+        )
+        told += f"{part_of(messages, template, template.end, *spans[n])};"
+    said = [0, *want[2]]
+    several = {
+        "It has an entry for each id; want one for each target": said,
+        "It belongs to the tokens; want that of the targets, one position further on": said[:-1],
+    }
+    t.equal(marks, want[2], f"the mask of targets:{told} {why}", mistakes=several)
 
 
 @loss_mask.check("one question, one answer")
@@ -261,6 +295,10 @@ for name, hint, options in (
      {"until": True}),
     ("where_it_begins", "A token that begins in the header and goes on into the answer is the assistant's too: one "
      "of its characters is.", {"begins": True}),
+    ("everybody", "You mark what the user says as well. Only the assistant's turns are learned.",
+     {"roles": ("assistant", "user")}),
+    ("finds_content_in_time", "You look for the content in the text, and find it where somebody else said it, or not "
+     "at all.", {"find": True}),
     ("first_end", "The answer itself has the text of `end` in it. Its turn goes on to the last one.",
      {"first_end": True}),
     ("trusting", "You trust the template. Compare what it wrote for the first messages with the beginning of the "
@@ -450,11 +488,14 @@ def lora_rows_with(*, how="gather", none="select", scaled="each", weights=True, 
             a, b = (jnp.einsum("bn,nxy->bxy", hot_BN, y) for y in clean)
         elif how == "first":
             a, b = (jnp.broadcast_to(y[which_B[0]], (len(which_B), *y.shape[1:])) for y in (a_NDR, b_NRF))  # fmt: skip
+        elif how == "row":
+            a, b = (y[jnp.arange(len(which_B)) % len(y)] for y in (a_NDR, b_NRF))
         elif none == "clamp":
             a, b = (y[jnp.maximum(which_B, 0)] for y in (a_NDR, b_NRF))
         else:
             a, b = a_NDR[which_B], b_NRF[which_B]
         scale = {"each": scale_N[which_B], "one": jnp.ones(len(which_B)),
+                 "twice": scale_N[which_B] ** 2, "first": jnp.full(len(which_B), scale_N[0]),
                  "row": scale_N[jnp.arange(len(which_B)) % len(scale_N)]}[scaled][:, None, None]  # fmt: skip
         if none == "select":
             a, b, scale = (jnp.where(used, y, 0) for y in (a, b, scale))
@@ -607,6 +648,9 @@ for name, hint, options in (
     ("adapters_alone", "You leave out x w. An adapter's part is added to it.", {"weights": False}),
     ("scale_of_the_row", "You take the scale by the number of the row. Take it by the number of its adapter.",
      {"scaled": "row"}),
+    ("adapter_of_the_row", "Row b gets adapter b. Its adapter is `which_B[b]`.", {"how": "row"}),
+    ("scale_twice", "You multiply by the scale twice. It counts once, for the product (x a) b.", {"scaled": "twice"}),
+    ("scale_of_the_first", "All rows get the scale of adapter 0. Each adapter has its own.", {"scaled": "first"}),
     ("first_for_all", "All rows get the adapter of the first.", {"how": "first"}),
 ):  # fmt: skip
     mistaken(lora_rows, name, hint, lora_rows_with(**options))
@@ -647,6 +691,7 @@ each row has the chosen conversation as segment 1 and the rejected one as segmen
 def dpo_with(
     *, naive=False, mean_tokens=False, reference=True, swapped=False, fixed=None, masked="where",
     rows="pairs", wide=True, total=False, beta_twice=False, scaled=True, sigmoid=True,
+    segments=(1, 2),
 ):  # fmt: skip
     def fn(logp_BT, ref_BT, segment_BT, mask_BT, beta):
         kind = jnp.float32 if wide else logp_BT.dtype
@@ -654,7 +699,7 @@ def dpo_with(
         change = logp_BT.astype(kind) - ref_BT.astype(kind) * (1 if reference else 0)
         if not reference:
             change = logp_BT.astype(kind)
-        of = segment_BT[..., None] == jnp.array([1, 2])
+        of = segment_BT[..., None] == jnp.array(segments)
         if masked != "ignored":
             of = of & (mask_BT > 0)[..., None]
         chosen = jnp.where(of, change[..., None], 0)
@@ -714,8 +759,27 @@ def packed(t, B, T, *, spread=1.0, missing=(), empty=None):
 def prefers(fn, t, args, beta, why, rtol=1e-4):
     loss, reward = fn(*args, beta)
     want_loss, want = dpo_with()(*args, beta)
-    t.close(reward, want, rtol, 1e-4, f"the rewards, {why}", dtype=np.float32)
-    t.close(loss, want_loss, rtol, 1e-5, f"the loss, {why}")
+    rewards = np.asarray(want)
+    told = {
+        "The chosen answer's reward comes first": rewards[:, ::-1],
+        "You divide by beta instead of multiplying with it": rewards / beta**2,
+        "You subtract the answer's log-probability from the reference's": -rewards,
+    }
+    t.close(reward, want, rtol, 1e-4, f"the rewards, {why}", dtype=np.float32, mistakes=told)
+    margin = (rewards[:, 0] - rewards[:, 1]).astype(np.float64)
+    told = {  # where every row is a pair
+        "You return one loss for each row; want the mean over pairs": np.logaddexp(0, -margin),
+        "This is -log σ of the margin without beta": np.logaddexp(0, -margin / beta).mean(),
+        "This is log σ: the loss has a minus": -np.logaddexp(0, -margin).mean(),
+        "This is σ of the margin, without the logarithm": np.exp(-np.logaddexp(0, -margin)).mean(),
+        "This is 1 - σ of the margin, without the logarithm": np.exp(
+            -np.logaddexp(0, margin)
+        ).mean(),
+        "This is -log σ of the mean margin; want the mean of the losses": np.logaddexp(
+            0, -margin.mean()
+        ),
+    }
+    t.close(loss, want_loss, rtol, 1e-5, f"the loss, {why}", mistakes=told)
 
 
 @dpo.check("pairs")
@@ -779,6 +843,8 @@ for name, hint, options in (
     ("rewards_without_beta", "The rewards that you return lack beta.", {"scaled": False}),
     ("margin_alone", "The loss of a pair is -log σ of the margin. Yours is the margin with a minus.",
      {"sigmoid": False}),
+    ("segments_from_0", "The chosen conversation is segment 1, and the rejected one is segment 2. Segment 0 is "
+     "padding.", {"segments": (0, 1)}),
     ("beta_twice", "beta is already in the rewards. You multiply their margin by it once more.", {"beta_twice": True}),
     ("prompt_too", "You sum over the prompts, too. mask_BT says which targets are an answer's.", {"masked": "ignored"}),
     ("times_mask", "You multiply by the mask. 0 times NaN or infinity is NaN: select with `jnp.where`.",
@@ -902,6 +968,11 @@ def rollouts(t, sizes, T=9, empty=(), rewards=None):
     return reward.astype(np.float32), group, mask
 
 
+def spans_of(reward, group):
+    """The largest less the smallest reward of each rollout's group."""
+    return np.array([np.ptp(reward[group == g]) for g in group])
+
+
 def middles(reward, group):
     """The mean less the median of each rollout's group."""
     groups = [reward[group == g] for g in group]
@@ -927,6 +998,8 @@ def estimates(fn, t, args, scaled, mean, why):
             "You divide by the standard error: that of the mean is smaller": want[0]
             * np.sqrt(sizes),
             "You leave out the standard deviation": centred,
+            "You divide by the group's range, not by its standard deviation": centred
+            / spans_of(reward, group),
             "You subtract the group's median, not its mean": want[0]
             + middles(reward, group) * want[0] / centred,
             "You don't subtract the group's mean": reward,
@@ -942,6 +1015,8 @@ def estimates(fn, t, args, scaled, mean, why):
     told = {
         "These are the means over each rollout's tokens, summed": mask / length,
         "These are the mask": mask,
+        "You divide by the number of tokens of the longest answer": mask / length.max(),
+        "You divide by the number of rollouts that have tokens": mask / counted,
         "You divide by N": mask / len(mask),
         "You divide by T": mask / mask.shape[1],
         "You divide by N T": mask / mask.size,
@@ -1077,7 +1152,7 @@ Write `clipped(logp_BT, old_BT, ref_BT, advantage_BT, mask_BT, low, high, kl)`, 
 def clipped_with(
     *, bounds="both", best="minimum", estimate="k3", masked="before", limit=20.0, old=True, kl_is=None,
     reverse=False, sign=1, pulls=True, inverted=False, kl_of_all=False, limits="both",
-    attracts=False,
+    attracts=False, from_ref=True, held=False,
 ):  # fmt: skip
     def fn(logp, old_, ref, advantage, mask, low, high, kl):
         drawn = mask > 0
@@ -1086,6 +1161,7 @@ def clipped_with(
         limited = (lambda x: jnp.clip(x, -limit, limit)) if limit else (lambda x: x)
         old_ = old_ if old else jax.lax.stop_gradient(logp)
         change = pick(old_ - logp if inverted else logp - old_)
+        change = jax.lax.stop_gradient(change) if held else change
         ratio = jnp.exp(change if limits == "distance" else limited(change))
         advantage = pick(advantage)
         low, high = {"low": (low, low), "high": (high, high), "low alone": (1 - low, high)}.get(
@@ -1101,7 +1177,7 @@ def clipped_with(
             gain = jnp.minimum(ratio, inside) * advantage
         else:
             gain = (inside if best == "clipped" else ratio) * advantage
-        d = pick(logp - ref if reverse else ref - logp)
+        d = pick(logp - ref if reverse else (ref if from_ref else old_) - logp)
         d = d if limits == "ratio" else limited(d)
         far = {"k3": jnp.exp(d) - d - 1, "k3 + 1": jnp.exp(d) - d, "k2": d**2 / 2, "k1": -d}[
             estimate
@@ -1206,6 +1282,10 @@ for name, hint, options in (
      "exp(d) - d - 1.", {"estimate": "k1"}),
     ("k2", "Half the square of d is only near exp(d) - d - 1.", {"estimate": "k2"}),
     ("reversed", "d is ref - logp. You have it the other way round.", {"reverse": True}),
+    ("distance_from_old", "You measure the distance from old. It's the reference that the model shouldn't leave.",
+     {"from_ref": False}),
+    ("no_gradient_of_the_ratio", "No gradient flows through the ratio, so it learns nothing from the advantages. "
+     "Only what isn't `logp` is a constant.", {"held": True}),
     ("ratio_upside_down", "The ratio is exp(logp - old). You have it upside down.", {"inverted": True}),
     ("kl_times_all", "kl multiplies the distance alone. You multiply the gain by it, too.", {"kl_of_all": True}),
     ("no_kl", "kl times the distance is missing.", {"kl_is": 0.0}),
@@ -1301,6 +1381,9 @@ def gae_with(
             elif holes == "reset":
                 later = np.where(on[:, i], new, 0)
                 after = np.where(on[:, i], value[:, i], 0 if on[:, i:].any() else after)
+            elif holes == "no value":
+                later = np.where(on[:, i], new, later)
+                after = np.where(on[:, i], value[:, i], np.where(on[:, i:].any(1), 0, after))
             elif holes == "worthless":
                 done = on[:, i:].any(1) & ~on[:, i]
                 later = np.where(on[:, i], new, np.where(done, factor * later, later))
@@ -1380,6 +1463,12 @@ def credits(fn, t, args, discount, decay, why):
         "These are sums of discounted rewards, which agree only if decay is 1": gae_with(
             returns="rewards"
         )(*args, discount, decay)[1],
+        "You add the discounted value to the advantage; the value itself is added": np.where(
+            mask > 0, np.asarray(want[0]) + discount * value, 0
+        ),
+        "A return is advantage + value: you add the value of the next step": np.asarray(want[1])
+        - np.where(mask > 0, value, 0)
+        + np.where(mask > 0, np.roll(value, -1, 1), 0),
         "You subtract the value from the advantage": np.where(
             mask > 0, np.asarray(want[0]) - value, 0
         ),
@@ -1445,6 +1534,8 @@ for name, hint, options in (
     ("forward", "Your loop runs from the first token to the last. Credit flows the other way.", {"forward": True}),
     ("values_of_holes", "You treat tokens that weren't drawn as steps without reward and value. They aren't steps: "
      "the next step is the next one that was drawn.", {"holes": "worthless"}),
+    ("holes_have_no_value", "You take the value of a token that wasn't drawn, or 0, for that of the next step. The "
+     "next step is the next token that was drawn.", {"holes": "no value"}),
     ("reset", "At a token that wasn't drawn you start again. It doesn't end the answer.", {"holes": "reset"}),
     ("returns_of_rewards", "A return is advantage + value. The sum of discounted rewards is the same only if decay "
      "is 1.", {"returns": "rewards"}),
@@ -1513,6 +1604,10 @@ def honest_with(how="text", needs_end=True, operators="+-*", reads=True):
                 return int(answer) == want
             except ValueError:
                 return False
+        if how in ("int", "float of anything"):
+            return (int if how == "int" else float)(answer) == want
+        if how == "without the sign":
+            return answer == text.lstrip("-")
         if how == "raises":
             return int(answer) == want if re.fullmatch(r"-?[1-9][0-9]*|0", answer) else False
         if how == "float":
@@ -1569,6 +1664,7 @@ def rewarded(fn, t, prompt, answer, ended, want, why):
     told = f"{why}: {prompt}{shown!r}"
     t.true(got is not None, f"{told} gets None; an answer that isn't right gets 0.0", "None")
     t.true(not isinstance(got, str), f"{told} gets the text {got!r}; a reward is a number", "text")
+    t.true(type(got) is not bool, f"{told} gets {got}; a reward is a float, 1.0 or 0.0", "bool")
     between = "A reward is 1.0 or 0.0: no answer earns a part of it"
     t.close(got, want, 0, 0, told if float(got) in (0.0, 1.0) else f"{told}. {between}")
 
@@ -1725,6 +1821,12 @@ for name, hint, options in (
     ("leading_zeros", "You compare numbers, and 0095 is the number 95. Compare the text.", {"how": "zeros"}),
     ("int", "`int()` reads spaces, underscores, a plus and digits of other alphabets.", {"how": "integer"}),
     ("int_raises", "`int()` raises for more than 4,300 digits, although they are digits.", {"how": "raises"}),
+    ("int_of_anything", "`int()` raises if the answer isn't a number, and no exception may escape. It also reads "
+     "numbers that `str` wouldn't write.", {"how": "int"}),
+    ("float_of_anything", "`float()` raises if the answer isn't a number, and no exception may escape. It also reads "
+     "numbers that `str` wouldn't write.", {"how": "float of anything"}),
+    ("without_the_sign", "You drop the sign of the result. A result below zero is written with `-`.",
+     {"how": "without the sign"}),
     ("float", "`float()` reads 95.0 and 9.5e1.", {"how": "float"}),
     ("sums", "You evaluate sums in the answer. A policy that repeats the problem is always right.",
      {"how": "sums"}),
