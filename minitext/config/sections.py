@@ -70,6 +70,25 @@ class TrainConfig(Section):
             )
 
 
+class SlicesConfig(Section):
+    """The factor of each mesh axis that crosses slices, which are joined by the slow data-centre network.
+
+    The factors multiply to the number of slices. If all are 1, the first of data, stage and fsdp that can takes them
+    all.
+    """
+
+    data: int = setting(1, "factor of mesh.data that crosses slices", ge=1)
+    fsdp: int = setting(1, "factor of mesh.fsdp that crosses slices", ge=1)
+    tensor: int = setting(1, "factor of mesh.tensor that crosses slices; costly", ge=1)
+    context: int = setting(1, "factor of mesh.context that crosses slices; costly", ge=1)
+    expert: int = setting(1, "factor of mesh.expert that crosses slices; costly", ge=1)
+    stage: int = setting(1, "factor of mesh.stage that crosses slices", ge=1)
+
+    def factors(self) -> dict[str, int]:
+        """Returns the factors above 1."""
+        return {name: size for name, size in self if size > 1}
+
+
 class MeshConfig(Section):
     """The device mesh. One axis may be -1: it takes all the devices that the others leave."""
 
@@ -79,6 +98,7 @@ class MeshConfig(Section):
     context: int = setting(1, "parts of the sequence")
     expert: int = setting(1, "parts of the experts")
     stage: int = setting(1, "parts of the layers (pipeline)")
+    dcn: SlicesConfig = setting(SlicesConfig(), "axes that cross slices")
     simulate: int | None = setting(None, "CPU devices to simulate; null: none", ge=1, le=1024)
 
     def sizes(self) -> dict[str, int]:
@@ -87,7 +107,7 @@ class MeshConfig(Section):
         return {name: getattr(self, name) for name in names}
 
     def problems(self) -> Iterator[str]:
-        """Checks that sizes are positive or -1, and that only one is -1."""
+        """Checks that sizes are positive or -1, that only one is -1, and that factors across slices divide sizes."""
         for name, size in self.sizes().items():
             if size < 1 and size != -1:
                 yield f"mesh.{name}={size} is not a size: set it to 1 or more, or to -1 for all remaining devices"
@@ -97,6 +117,13 @@ class MeshConfig(Section):
                 f"mesh.{' and mesh.'.join(free)} are both -1, and only one axis can take the remaining devices: set "
                 f"mesh.{free[0]}=1"
             )
+        for name, factor in self.dcn.factors().items():
+            size = self.sizes()[name]
+            if size > 0 and size % factor:
+                yield (
+                    f"mesh.dcn.{name}={factor} does not divide mesh.{name}={size}, which counts devices in all slices: "
+                    f"set mesh.{name} to a multiple of {factor}"
+                )
 
 
 class ShardingConfig(Section):
