@@ -107,7 +107,7 @@ class MeshConfig(Section):
         return {name: getattr(self, name) for name in names}
 
     def problems(self) -> Iterator[str]:
-        """Checks that sizes are positive or -1, that only one is -1, and that factors across slices divide sizes."""
+        """Checks that sizes are positive or -1, and that only one is -1."""
         for name, size in self.sizes().items():
             if size < 1 and size != -1:
                 yield f"mesh.{name}={size} is not a size: set it to 1 or more, or to -1 for all remaining devices"
@@ -117,13 +117,6 @@ class MeshConfig(Section):
                 f"mesh.{' and mesh.'.join(free)} are both -1, and only one axis can take the remaining devices: set "
                 f"mesh.{free[0]}=1"
             )
-        for name, factor in self.dcn.factors().items():
-            size = self.sizes()[name]
-            if size > 0 and size % factor:
-                yield (
-                    f"mesh.dcn.{name}={factor} does not divide mesh.{name}={size}, which counts devices in all slices: "
-                    f"set mesh.{name} to a multiple of {factor}"
-                )
 
 
 class ShardingConfig(Section):

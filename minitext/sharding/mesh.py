@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
+from minitext.config.config import Config
 from minitext.config.sections import MeshConfig
 from minitext.distributed.devices import MOST_SIMULATED
 from minitext.errors import UserError
@@ -64,7 +65,7 @@ def make_mesh(cfg: MeshConfig | None = None, devices: Sequence[Any] | None = Non
     devices, cfg = list(jax.devices() if devices is None else devices), cfg or MeshConfig()
     sizes = resolve_axes(cfg, len(devices))
     types = (AxisType.Explicit,) * len(AXES)
-    across = factors_across(cfg, sizes, _count_slices(cfg, devices))
+    across = factors_across(cfg, sizes, count_slices(cfg, devices))
     if across:
         return Mesh(_arrange_slices(sizes, across, devices), AXES, axis_types=types)
     try:
@@ -122,15 +123,24 @@ def factors_across(cfg: MeshConfig, sizes: dict[str, int], slices: int) -> dict[
             "change mesh.dcn.*"
         )
     for axis, factor in across.items():
-        if sizes[axis] % factor:  # of the axis that is -1
+        if sizes[axis] % factor:
             raise UserError(
-                f"mesh.dcn.{axis}={factor} does not divide mesh.{axis}={sizes[axis]}, which is what the other axes "
-                "leave: change mesh.*"
+                f"mesh.dcn.{axis}={factor} does not divide mesh.{axis}={sizes[axis]}, which counts the devices of all "
+                f"slices: set mesh.{axis} to a multiple of {factor}"
             )
     return across
 
 
-def _count_slices(cfg: MeshConfig, devices: list[Any]) -> int:
+def with_slices(cfg: Config, sizes: dict[str, int], slices: int) -> Config:
+    """Returns the configuration with `mesh.dcn` as it is by default; see `factors_across`."""
+    if slices == 1:
+        return cfg
+    across = factors_across(cfg.mesh, sizes, slices)
+    return cfg.replace({f"mesh.dcn.{axis}": factor for axis, factor in across.items()})
+
+
+def count_slices(cfg: MeshConfig, devices: Sequence[Any]) -> int:
+    """Returns how many slices devices form."""
     if devices[0].platform == "cpu":
         return math.prod(cfg.dcn.factors().values())
     return len({getattr(device, "slice_index", 0) for device in devices})

@@ -100,7 +100,5 @@ def test_each_axis_crosses_by_its_factor(factors, within):
 
 
 def test_factors_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"mesh.dcn.fsdp=2 does not divide mesh.fsdp=3"):
-        MeshConfig(fsdp=3, dcn=SlicesConfig(fsdp=2))
     with pytest.raises(UserError, match=r"mesh.dcn.data=3 does not divide mesh.data=8"):
         make_mesh(MeshConfig(dcn=SlicesConfig(data=3)))
