@@ -88,9 +88,12 @@ def print_parameters(cfg: Config, found: list[Parameter]) -> None:
         sums.append((what, show_bytes(whole), show_bytes(each), show_bytes(replicated)))
     mesh = abstract_mesh(cfg.mesh)
     sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
+    factors = cfg.mesh.dcn.factors()
+    crossing = ", ".join(f"mesh.dcn.{axis}={factor}" for axis, factor in factors.items())
+    where = f" in {math.prod(factors.values())} slices, {crossing}" if factors else ""
     heads = ("parameter", "dimensions", "split over", "each device has", "bytes", "on one device")
     print_tables(
-        f"{sizes or 'one device'}: {mesh.size:,} device(s), sharding.rules={cfg.sharding.rules}",
+        f"{sizes or 'one device'}: {mesh.size:,} device(s){where}, sharding.rules={cfg.sharding.rules}",
         table(heads, rows, right=(4, 5)),
         table(("", "bytes", "on one device", "replicated"), sums, right=(1, 2, 3)),
     )
