@@ -14,7 +14,7 @@ from flax import nnx
 from minitext.checkpoint import leaves
 from minitext.config.config import Config
 from minitext.sharding.check import check_mesh
-from minitext.sharding.mesh import abstract_mesh
+from minitext.sharding.mesh import abstract_mesh, factors_across
 from minitext.terminal import print_tables, show_bytes, table
 from minitext.training.step import abstract_state
 
@@ -49,6 +49,7 @@ def parameters(cfg: Config) -> list[Parameter]:
       UserError: if the mesh does not suit the model.
     """
     mesh = abstract_mesh(cfg.mesh)
+    factors_across(cfg.mesh, dict(mesh.shape), math.prod(cfg.mesh.dcn.factors().values()))
     check_mesh(cfg, mesh)
     state, found = abstract_state(cfg, mesh), []
     for part in ("params", "opt_state"):

@@ -11,7 +11,7 @@ from minitext.config.config import Config
 from minitext.config.model import DeltaNetConfig, MoEConfig
 from minitext.config.section import cached, divisors
 from minitext.errors import UserError
-from minitext.sharding.mesh import BATCH_AXES, factors_across
+from minitext.sharding.mesh import BATCH_AXES
 from minitext.sharding.pipeline_schedule import count_microbatches, stored_groups
 from minitext.sharding.rules import RULES, ShardingRules
 
@@ -24,8 +24,7 @@ def check_mesh(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
 
     Raises:
       UserError: if the rules don't use a mesh axis, or the batch, the sequence, a parameter or the layers can't be
-        split over it, a factor in `mesh.dcn` doesn't divide its axis, or two settings can't be combined; the line names
-        the key to change.
+        split over it, or two settings can't be combined; the line names the key to change.
     """
     rules, shape = RULES[cfg.sharding.rules], dict(mesh.shape)
     for axis, size in shape.items():
@@ -35,7 +34,6 @@ def check_mesh(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
                 f"mesh.{axis}={size} would do the same work {size} times: sharding.rules={cfg.sharding.rules} uses "
                 f"only {usable}"
             )
-    factors_across(cfg.mesh, shape, math.prod(cfg.mesh.dcn.factors().values()))
     _check_states(cfg, shape["context"])
     rows = _check_batch(cfg, shape)
     check_sizes(cfg, mesh)
