@@ -19,7 +19,7 @@ from minitext.cli.arguments import (
     take_chip,
     take_target,
 )
-from minitext.config.sections import MeshConfig
+from minitext.config.sections import MeshConfig, SlicesConfig
 from minitext.distributed.devices import simulate_for
 from minitext.errors import UserError
 from minitext.files import check_new_file, local_path, shorten
@@ -27,7 +27,8 @@ from minitext.files import check_new_file, local_path, shorten
 if TYPE_CHECKING:
     from minitext.config.config import Config
 
-MESH = tuple(f"mesh.{name}" for name in MeshConfig.model_fields)
+ACROSS = tuple(f"mesh.dcn.{name}" for name in SlicesConfig.model_fields)
+MESH = (*(f"mesh.{name}" for name in MeshConfig.model_fields), *ACROSS)
 
 
 def check_save(path: str | None) -> str | None:
@@ -187,7 +188,7 @@ def roofline(
     if chip is None:
         refuse_settings(cfg, MESH, "without a chip, such as chip=v5p: this machine is one device")
     else:
-        refuse_settings(cfg, ["mesh.simulate"], f"with chip={chip}")
+        refuse_settings(cfg, ["mesh.simulate", *ACROSS], f"with chip={chip}")
     start()
     from minitext.perf import roofline
 

@@ -28,7 +28,8 @@ _OPERAND = re.compile(r"%(([\w.\-]+)(?:#(\d+))?)")
 _CALLED = re.compile(r"\b(calls|to_apply|condition|body|(?:true|false)_computation)=%([\w.\-]+)")
 _CALLED_SETS = re.compile(r"\b(?:branch|called)_computations=\{([^}]*)\}")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
-_MEGASCALE = re.compile(r'_xla_megascale_target="\{([\d,]*)\}')
+# Either all slices, or groups of devices that are each in another slice.
+_MEGASCALE = re.compile(r'_xla_megascale_target=(?:"\{|\{\{)([\d,]*)\}')
 CHAIN = re.compile(r'\bchain_id="(\d+)"')  # the pieces of a split collective share it
 _LIBRARY = re.compile(r'custom_call_target="[^"]*(?:matmul|gemm)')
 _ELEMENT = re.compile(r" get-tuple-element\(.*index=(\d+)")
@@ -279,6 +280,8 @@ class Module:
             if chain and between is None:
                 between = self._along(chain[0])
             arrays = _arrays(i, self._sizes[name])
+            if kind == "all-gather (dcn)":  # the send has the smaller side
+                arrays = tuple((dtype, size * group) for dtype, size in arrays)
             size = sum(size for _, size in arrays)
             found.append(Collective(kind, i.name, group, size, runs, between, arrays))
         return found

@@ -43,6 +43,7 @@ class Report:
       advice: what to change if it does not fit.
       sent: kind -> bytes that each device sends for these in one step.
       slices: how many TPU slices the devices form; the kinds of collectives between them end in ` (dcn)`.
+      across: axes that cross slices, with the factor of each (`minitext.sharding.mesh.factors_across`).
       changed: settings changed to suit the slices, with their values (`targets.fit_slices`).
     """
 
@@ -67,6 +68,7 @@ class Report:
     advice: tuple[str, ...] = ()
     sent: Mapping[str, float] = field(default_factory=dict)
     slices: int = 1
+    across: Mapping[str, int] = field(default_factory=dict)
     changed: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -118,6 +120,8 @@ def print_report(report: Report) -> None:
     times = f"lowered in {report.lower_seconds:.1f} s, compiled in {report.compile_seconds:.1f} s"
     last = [f"to make it fit: {line}" for line in report.advice]
     last += [f"set for {report.slices} slices: {changed}"] if changed else []
+    crossing = " and ".join(f"mesh.{axis} by {factor}" for axis, factor in report.across.items())
+    last += [f"across {report.slices} slices: {crossing}"] if crossing else []
     print_tables(
         head,
         table(("memory of one device", "bytes"), memory, right=(1,)),

@@ -141,9 +141,10 @@ def is_free(cfg: Config, key: str) -> bool:
 def fit_slices(cfg: Config, target: Target) -> tuple[Config, dict[str, int]]:
     """Gives a configuration the mesh and the batch that a target of several slices needs.
 
-    Only the data-centre network joins slices, so each one is a replica: `mesh.data` becomes the number of slices, and
-    the other axes stay within a slice. The batch is rounded up until all devices share it evenly. Keys set on the
-    command line or in a file stay; a preset's values, made for one slice, change.
+    Only the data-centre network joins slices, so each one is a replica: `mesh.data` becomes the number of slices, or
+    `mesh.dcn.data` if `mesh.dcn` says which axes cross, and the other axes stay within a slice. The batch is rounded up
+    until all devices share it evenly. Keys set on the command line or in a file stay; a preset's values, made for one
+    slice, change.
 
     Returns:
       The configuration, and the changed keys with their new values.
@@ -151,11 +152,12 @@ def fit_slices(cfg: Config, target: Target) -> tuple[Config, dict[str, int]]:
     if target.slices == 1:
         return cfg, {}
     changed: dict[str, int] = {}
-    if is_free(cfg, "mesh.data") and cfg.mesh.data != -1 and cfg.mesh.stage == 1:
-        wanted = cfg.mesh.model_copy(update={"data": target.slices})
+    data = cfg.mesh.dcn.data if cfg.mesh.dcn.factors() else target.slices
+    if is_free(cfg, "mesh.data") and cfg.mesh.data not in (-1, data) and cfg.mesh.stage == 1:
+        wanted = cfg.mesh.model_copy(update={"data": data})
         with contextlib.suppress(UserError):  # the other axes leave no room: make_mesh reports it
             resolve_axes(wanted, target.devices)
-            changed["mesh.data"] = target.slices
+            changed["mesh.data"] = data
     cfg = cfg.replace(changed) if changed else cfg
     with contextlib.suppress(UserError):
         axes = resolve_axes(cfg.mesh, target.devices)

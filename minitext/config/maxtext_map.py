@@ -344,20 +344,18 @@ class _Work:
                 if AXES[name] == axis
             ]
             self.put(f"mesh.{axis}", size, *theirs)
+        crossing: dict[str, list[str]] = {}
+        for name in ICI:
+            if across[name] > 1:
+                crossing.setdefault(AXES[name], []).append(name)
+        for axis, names in crossing.items():
+            factor = math.prod(across[name] for name in names)
+            self.put(f"mesh.dcn.{axis}", factor, *(f"dcn_{name}_parallelism" for name in names))
         odd = [name for name in ("fsdp_transpose", "autoregressive", "context_autoregressive", "context_usp_ulysses")
                if within[name] * across[name] > 1]  # fmt: skip
         for name in odd:
             self.notes.append(
                 f"the axis {name} is counted as mesh.{AXES[name]}: minitext has none that splits so"
-            )
-        crossing = [
-            AXES[name]
-            for name in ICI
-            if across[name] > 1 and AXES[name] not in ("data", "fsdp", "stage")
-        ]
-        if crossing:
-            self.notes.append(
-                f"mesh.{crossing[0]} would cross slices there; here only mesh.data, mesh.stage or mesh.fsdp does"
             )
         if within["tensor_sequence"] > 1:
             self.put("sharding.rules", "tp_seq", "ici_tensor_sequence_parallelism")

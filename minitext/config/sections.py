@@ -78,6 +78,25 @@ class TrainConfig(Section):
             )
 
 
+class SlicesConfig(Section):
+    """The factor of each mesh axis that crosses slices, which are joined by the slow data-centre network.
+
+    The factors multiply to the number of slices. If all are 1, the first of data, stage and fsdp that can takes them
+    all.
+    """
+
+    data: int = setting(1, "factor of mesh.data that crosses slices", ge=1)
+    fsdp: int = setting(1, "factor of mesh.fsdp that crosses slices", ge=1)
+    tensor: int = setting(1, "factor of mesh.tensor that crosses slices; costly", ge=1)
+    context: int = setting(1, "factor of mesh.context that crosses slices; costly", ge=1)
+    expert: int = setting(1, "factor of mesh.expert that crosses slices; costly", ge=1)
+    stage: int = setting(1, "factor of mesh.stage that crosses slices", ge=1)
+
+    def factors(self) -> dict[str, int]:
+        """Returns the factors above 1."""
+        return {name: size for name, size in self if size > 1}
+
+
 class MeshConfig(Section):
     """The device mesh. One axis may be -1: it takes all the devices that the others leave."""
 
@@ -87,6 +106,7 @@ class MeshConfig(Section):
     context: int = setting(1, "parts of the sequence")
     expert: int = setting(1, "parts of the experts")
     stage: int = setting(1, "parts of the layers (pipeline)")
+    dcn: SlicesConfig = setting(SlicesConfig(), "axes that cross slices")
     simulate: int | None = setting(None, "CPU devices to simulate; null: none", ge=1, le=1024)
 
     def sizes(self) -> dict[str, int]:

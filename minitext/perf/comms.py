@@ -18,11 +18,14 @@ from typing import NamedTuple
 from jax.sharding import AbstractMesh, Mesh
 
 from minitext.compiler.hlo import ring_bytes
+from minitext.compiler.report import DCN
 from minitext.config.config import Config
 from minitext.models.flops import count_attention
 from minitext.models.moe import capacity
-from minitext.perf.sizes import Matrix, Sizes, check_gathers, check_products
+from minitext.perf.sizes import Matrix, Sizes, check_gathers, check_products, slices_of
+from minitext.sharding.mesh import count_slices
 from minitext.sharding.pipeline_schedule import stored_groups
+from minitext.terminal import show_bytes
 
 LANES = 128  # elements in a row of a TPU's vector register
 TILE_ROWS = 16  # rows in a bfloat16 tile of a TPU's memory
@@ -61,6 +64,22 @@ class Term(NamedTuple):
         """Bytes that each device sends in one step, by the ring algorithms."""
         return self.runs * ring_bytes(self.kind, sum(self.arrays), self.group)
 
+    def by_network(self) -> "Iterator[Term]":
+        """Yields what is sent within a slice and, of kind `... (dcn)`, across slices.
+
+        A gather crosses before the slices gather, and a sum after they have summed, so each device of a slice sends
+        another part. TPUs sum across slices by an all-reduce, also if each device keeps only a part of the sum. A
+        permute is counted as that of a device whose neighbour is in another slice.
+        """
+        slices = slices_of(self.group)
+        within = int(self.group) // slices
+        yield self._replace(group=within)
+        if slices > 1:
+            kind = "all-reduce" if self.kind == "reduce-scatter" else self.kind
+            parts = 1 if kind.endswith(("permute", "to-all")) else within
+            arrays = tuple(size // parts for size in self.arrays)
+            yield Term(f"{self.name}, across slices", kind + DCN, slices, arrays, self.runs)
+
 
 def predict(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[Term]:
     """Predicts what one train step sends, term by term.
@@ -69,10 +88,10 @@ def predict(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[Term]:
     a sum, adds up what it sums over the same devices before it sends anything, sends bfloat16 where only matrix
     products read the result, and gathers a vector by an all-reduce if devices hold less than whole rows of it. XLA's
     CPU backend emits an all-reduce, sums each product on its own, one mesh axis after the other, and sends the compute
-    type.
+    type. It also knows which devices are in one slice, and does in two stages what crosses slices.
 
     Args:
-      cfg: the configuration; its layers are assumed to be scanned.
+      cfg: the configuration; its layers are assumed to be scanned. `mesh.dcn` says what crosses slices.
       mesh: the mesh.
       backend: `cpu` or `tpu`.
 
@@ -91,7 +110,35 @@ def predict(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[Term]:
             where = f"{kind.name}: " if kind.name else ""
             terms += [term._replace(name=where + term.name) for term in part(kind)]
         terms += outside(s)
+    if s.tpu:
+        terms = [part for term in terms for part in term.by_network()]
     return [t for t in terms if t.group > 1 and t.count]
+
+
+def across_slices(cfg: Config, mesh: Mesh | AbstractMesh) -> list[str]:
+    """Says which axes `mesh.dcn` lets cross slices, and what each device of a TPU sends there in a step."""
+    factors = cfg.mesh.dcn.factors()
+    if not factors:
+        return []
+    shown = " and ".join(f"mesh.{axis} by {factor}" for axis, factor in factors.items())
+    sent = show_bytes(sum_across(predict(cfg, mesh, "tpu")))
+    lines = [
+        f"{math.prod(factors.values())} slices: {shown} cross, and each device sends {sent} to other slices in a step"
+    ]
+    for axis in ("context", "tensor", "expert"):  # what crosses by these can't wait
+        if axis in factors:
+            only = {f"mesh.dcn.{other}": 1 for other in factors if other != axis}
+            sent = show_bytes(sum_across(predict(cfg.replace(only), mesh, "tpu")))
+            lines.append(
+                f"mesh.dcn.{axis}={factors[axis]}: {sent} of that are sent in the middle of layers, which wait for the "
+                "slow network: let data, stage or fsdp cross instead"
+            )
+    return lines
+
+
+def sum_across(terms: list[Term]) -> int:
+    """Returns the bytes that each device sends to other slices."""
+    return round(sum(term.moved for term in terms if term.kind.endswith(DCN)))
 
 
 def notes(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[str]:
@@ -102,10 +149,12 @@ def notes(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[str]:
 def _notes(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> Iterator[str]:
     s, slices, chip = Sizes(cfg, mesh, backend), 1, ""
     if isinstance(mesh, Mesh):
-        slices = len({getattr(device, "slice_index", 0) for device in mesh.devices.flat})
+        slices = count_slices(cfg.mesh, list(mesh.devices.flat))
         chip = mesh.devices.flat[0].device_kind
-    if slices > 1:
-        yield f"{slices} slices: sums are made within a slice, between slices, and within slices again"
+    if slices > 1 and s.tpu:
+        yield f"{slices} slices: the compiler may send some arrays in rings round all slices"
+    elif slices > 1:
+        yield f"{slices} simulated slices: this compiler doesn't know which devices are in one"
     if backend not in ("cpu", "tpu"):
         yield f"the compiler for {backend}: this is the formula for XLA's CPU backend"
     if chip.startswith("TPU") and chip not in CHECKED:
@@ -138,9 +187,10 @@ def _notes(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> Iterator[str
 def _sum_kind(s: Sizes, group: int) -> str:
     """Returns the collective that sums an array if each device of a group keeps one part.
 
-    Only the TPU compiler emits a reduce-scatter, and not in groups of 64 or more: found by compiling for v5p and v5e.
+    Only the TPU compiler emits a reduce-scatter, and not in groups of 64 or more within a slice: found by compiling for
+    v5p and v5e.
     """
-    return "reduce-scatter" if s.tpu and group < 64 else "all-reduce"
+    return "reduce-scatter" if s.tpu and group // slices_of(group) < 64 else "all-reduce"
 
 
 def _scaled(numbers: tuple[int, ...], size: int) -> tuple[int, ...]:
@@ -261,6 +311,7 @@ def _gradients_outside(s: Sizes) -> Iterator[Term]:
     # A lookup is not a product: its gradient is summed over all devices at once.
     once_or_branch = s.cfg.train.microbatches == 1 or s.one_f_one_b
     split = once_or_branch and (s.replicas == s.fsdp or s.optimizer > 1)
+    split = split and slices_of(s.replicas) == 1
     # A TPU first adds both uses of a tied table if they are float32, as the table is, and neither is in a loop.
     loop = s.one_f_one_b or (s.fsdp > 1 and s.cfg.train.loss_chunks > 1)
     twice = model.tie_embeddings and (model.dtype == "bfloat16" or not s.tpu or loop)

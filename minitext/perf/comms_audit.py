@@ -19,8 +19,8 @@ from minitext.compiler.aot import dump_to, no_cache, read_dump
 from minitext.compiler.targets import topology_mesh
 from minitext.config.config import Config
 from minitext.distributed.devices import quick_compile
-from minitext.perf.comms import Term, notes, predict
-from minitext.sharding.mesh import make_mesh
+from minitext.perf.comms import Term, across_slices, notes, predict
+from minitext.sharding.mesh import count_slices, make_mesh, with_slices
 from minitext.terminal import print_tables, show_bytes, table
 from minitext.training.step import abstract_batch, abstract_state, make_train_step
 
@@ -44,6 +44,7 @@ class Audit:
       compiled: a term for each instruction of the program that sends something, with the instruction's name.
       small: number and bytes of the program's scalars and integers, which `compiled` leaves out.
       notes: settings that the prediction does not cover.
+      across: which axes cross slices, and what is sent there; empty with one slice.
     """
 
     backend: str
@@ -51,6 +52,7 @@ class Audit:
     compiled: list[Term]
     small: tuple[int, int]
     notes: list[str]
+    across: list[str]
 
     def differences(self) -> dict[tuple[str, int, int], tuple[int, int]]:
         """Returns (kind, group, bytes of an array) -> arrays (predicted, compiled), where those differ."""
@@ -70,6 +72,7 @@ class Audit:
             "predicted": [row._asdict() for row in by_kind(self.terms)],
             "compiled": [row._asdict() for row in by_kind(self.compiled)],
             "notes": self.notes,
+            "across": self.across,
             "small": {"count": self.small[0], "bytes": self.small[1]},
             "differences": [
                 {"kind": kind, "group": group, "bytes": size, "predicted": want, "compiled": got}
@@ -103,6 +106,7 @@ def audit(cfg: Config, mesh: Mesh) -> Audit:
 
 def read(text: str, cfg: Config, mesh: Mesh, backend: str) -> Audit:
     """Compares the text of a compiled step with the prediction."""
+    cfg = with_slices(cfg, dict(mesh.shape), count_slices(cfg.mesh, list(mesh.devices.flat)))
     compiled, small = [], (0, 0)
     for found in hlo.Module(text).collectives():
         sizes = tuple(size for dtype, size in found.arrays if not _is_small(dtype, size))
@@ -111,7 +115,8 @@ def read(text: str, cfg: Config, mesh: Mesh, backend: str) -> Audit:
         if sizes:
             compiled.append(Term(found.name, found.kind, found.group, sizes, found.runs))
     args = cfg, mesh, backend
-    return Audit(backend, predict(*args), compiled, small, notes(*args))
+    across = across_slices(cfg, mesh)
+    return Audit(backend, predict(*args), compiled, small, notes(*args), across)
 
 
 def _is_small(dtype: str, size: int) -> bool:
@@ -159,6 +164,7 @@ def print_audit(found: Audit) -> None:
     ]
     count, size = found.small
     print_tables(
+        *found.across,
         table(heads, lines or [("nothing",)], right=(2, 3, 4, 5)),
         table(("kind", *both), sums or [("none",)], right=(1, 2, 3, 4, 5, 6)),
         *(f"not predicted: {note}" for note in found.notes),

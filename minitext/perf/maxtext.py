@@ -16,6 +16,7 @@ from typing import Any
 from rich.text import Text
 
 from minitext import files
+from minitext.compiler.report import DCN
 from minitext.compiler.targets import Target, parse_target
 from minitext.config import maxtext_command, maxtext_map, maxtext_model
 from minitext.config.config import Config
@@ -25,7 +26,7 @@ from minitext.errors import UserError
 from minitext.models.flops import count_flops, count_params
 from minitext.perf import comms, memory, plan, step_time
 from minitext.sharding.check import check_mesh
-from minitext.sharding.mesh import abstract_mesh
+from minitext.sharding.mesh import abstract_mesh, with_slices
 from minitext.terminal import print_tables, show_bytes, table
 
 MOST_CHANGES = 3
@@ -190,11 +191,6 @@ def answer(found: Translation, target: Target, compiled: bool = False) -> Answer
     """
     cfg = found.cfg
     assert cfg is not None
-    if target.slices > 1 and cfg.mesh.data % target.slices:
-        raise UserError(
-            f"mesh.data={cfg.mesh.data} isn't a multiple of the {target.slices} slices, and the formulas know "
-            "slices as replicas alone: give dcn_data_parallelism the number of slices, or use minitext compile"
-        )
     if target.devices > 1 and not target.chip.link_rate:
         raise UserError(
             f"the rate of {target.chip.name}'s links isn't known: compile the step with minitext compile"
@@ -211,10 +207,12 @@ def answer(found: Translation, target: Target, compiled: bool = False) -> Answer
         notes.append("memory and bytes are predicted without model.quantization")
     work, used = plan.Work(cfg, target), _memory(plain, target)
     times = plan.predict(plain, target, work)
-    terms = _within(plain, target)
+    plain = with_slices(plain, plain.mesh.sizes(), target.slices)
+    terms = comms.predict(plain, abstract_mesh(plain.mesh), "tpu")
     sent: dict[str, float] = {}
     for term in terms:
-        sent[term.kind] = sent.get(term.kind, 0.0) + term.moved
+        if not term.kind.endswith(DCN):
+            sent[term.kind] = sent.get(term.kind, 0.0) + term.moved
     tokens = cfg.train.global_batch * cfg.data.seq_len
     flops = count_flops(cfg.model, tokens, cfg.data.seq_len)
     kind = "bfloat16" if cfg.model.dtype == "bfloat16" else "float32"
@@ -222,7 +220,7 @@ def answer(found: Translation, target: Target, compiled: bool = False) -> Answer
     base = Answers(
         target=str(target), parameters=count_params(cfg.model), tokens=tokens,
         memory=used.total, usable=target.chip.usable_bytes, state=used.parameters + used.optimizer, ici=sent,
-        dcn=plan.sent_across(plain, target), times=_shown(times), lower=times.hidden, upper=times.waited,
+        dcn=comms.sum_across(terms), times=_shown(times), lower=times.hidden, upper=times.waited,
         mfu=flops / times.hidden / peak, changes=(), compiled=None, notes=(*notes, *_notes(plain, target)),
     )  # fmt: skip
     if compiled:
@@ -254,22 +252,14 @@ def _memory(cfg: Config, target: Target) -> memory.Memory:
     )
 
 
-def _within(cfg: Config, target: Target) -> list[comms.Term]:
-    """Returns what is sent within a slice, where each slice takes its share of the batch."""
-    axes, slices = cfg.mesh.sizes(), target.slices
-    share = {"train.global_batch": max(1, cfg.train.global_batch // slices)}
-    if slices > 1 and axes["data"] % slices == 0:
-        share["mesh.data"] = axes["data"] // slices
-    alone = cfg.replace(share)
-    return comms.predict(alone, abstract_mesh(alone.mesh), "tpu")
-
-
 def _shown(times: plan.Times) -> dict[str, float | None]:
     return {"compute": times.compute, "HBM": times.hbm, "ICI": times.ici, "DCN": times.dcn}
 
 
 def _notes(cfg: Config, target: Target) -> Iterator[str]:
-    yield from comms.notes(cfg, abstract_mesh(cfg.mesh), target.chip.platform)
+    mesh = abstract_mesh(cfg.mesh)
+    yield from comms.across_slices(cfg, mesh)
+    yield from comms.notes(cfg, mesh, target.chip.platform)
     if target.chip.platform == "gpu":
         yield "these are the formulas for TPUs: XLA for GPUs plans differently"
     if cfg.optim.offload:
@@ -332,17 +322,20 @@ def _tries(cfg: Config, now: Answers) -> Iterator[tuple[dict[str, Any], str, str
                     f"remat_policy=full and per_device_batch_size divided by {fewer}",
                     "a smaller batch, everything recomputed",
                 )
-    if axes["data"] > 1 and axes["fsdp"] * axes["data"] > 1 and not now.fits:
+    dcn = cfg.mesh.dcn
+    within = {axis: axes[axis] // getattr(dcn, axis) for axis in ("data", "fsdp", "tensor")}
+    if within["data"] > 1 and not now.fits:
+        whole = within["fsdp"] * within["data"]
         yield (
-            {"mesh.data": 1, "mesh.fsdp": axes["fsdp"] * axes["data"]},
-            (f"ici_fsdp_parallelism={axes['fsdp'] * axes['data']} and data parallelism 1"),
-            "parameters split over all devices",
+            {"mesh.data": dcn.data, "mesh.fsdp": whole * dcn.fsdp},
+            f"ici_fsdp_parallelism={whole} ici_data_parallelism=1",
+            f"parameters split over all devices{' of a slice' if dcn.factors() else ''}",
         )
-    if axes["tensor"] > 1:
-        whole = axes["fsdp"] * axes["tensor"]
+    if within["tensor"] > 1:
+        whole = within["fsdp"] * within["tensor"]
         yield (
-            {"mesh.tensor": 1, "mesh.fsdp": whole},
-            (f"ici_tensor_parallelism=1 ici_fsdp_parallelism={whole}"),
+            {"mesh.tensor": dcn.tensor, "mesh.fsdp": whole * dcn.fsdp},
+            f"ici_tensor_parallelism=1 ici_fsdp_parallelism={whole}",
             "parameters split by rows instead of features",
         )
     if now.fits and now.memory < ROOM * now.usable:

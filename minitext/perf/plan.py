@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from minitext.compiler.report import Report
+from minitext.compiler.report import DCN, Report
 from minitext.compiler.targets import Target, is_free, parse_target, topology_mesh
 from minitext.config.config import Config
 from minitext.config.model import MoEConfig
@@ -29,7 +29,7 @@ from minitext.models.flops import all_layers, count_params
 from minitext.perf import comms, memory, roofline, step_time
 from minitext.perf.sizes import Sizes
 from minitext.sharding.check import check_mesh
-from minitext.sharding.mesh import abstract_mesh
+from minitext.sharding.mesh import AXES, abstract_mesh, factors_across, with_slices
 from minitext.terminal import print_tables, show_bytes, table
 
 
@@ -125,15 +125,11 @@ def parameters(cfg: Config) -> int:
 
 def predict(cfg: Config, target: Target, work: Work) -> Times:
     """Predicts a step's times on a target; no axis of the configuration's mesh may be -1."""
-    axes = cfg.mesh.sizes()
     seconds = work.seconds(cfg, cfg.train.global_batch / target.devices)
-    # Within a slice, messages are those of a single slice with its part of the batch.
-    batch = cfg.train.global_batch // target.slices
-    within = {"mesh.data": axes["data"] // target.slices, "train.global_batch": batch}
-    alone = cfg.replace(within)
-    terms = comms.predict(alone, abstract_mesh(alone.mesh), "tpu")
-    ici = sum(send_seconds(target, term) for term in terms)
-    dcn = dcn_seconds(sent_across(cfg, target), target.chip)
+    sliced = with_slices(cfg, cfg.mesh.sizes(), target.slices)
+    terms = comms.predict(sliced, abstract_mesh(cfg.mesh), "tpu")
+    ici = sum(send_seconds(target, term) for term in terms if not term.kind.endswith(DCN))
+    dcn = dcn_seconds(comms.sum_across(terms), target.chip)
     return Times(seconds["compute"], seconds["memory"], ici, dcn)
 
 
@@ -160,20 +156,6 @@ def send_seconds(target: Target, term: comms.Term) -> float:
         longest = max(longest, chips / (8 if ring and chips == size else 4))
         rest = math.ceil(rest / chips)
     return longest * term.bytes / (target.chip.link_rate / target.chip.devices)
-
-
-def sent_across(cfg: Config, target: Target) -> float:
-    """Returns the bytes that a device sends over the data-centre network to sum gradients over all slices.
-
-    Each slice first sums them within itself, so each of its devices sends another part.
-    """
-    axes, slices = cfg.mesh.sizes(), target.slices
-    if slices == 1:
-        return 0.0
-    within = math.prod(axes.values()) // slices
-    size = 2 if cfg.model.dtype == "bfloat16" else 4
-    part = count_params(cfg.model) * size / within
-    return 2 * (slices - 1) / slices * part * cfg.train.microbatches
 
 
 def dcn_seconds(sent: float, chip: Chip) -> float | None:
@@ -348,13 +330,18 @@ def search(
         progress("compiling", i, len(fitting))
         compiled.append(_compile(cfg, candidate, parsed))
     ranked = sorted(compiled, key=lambda c: (c.report is None or not c.report.fits, c.order))
-    return Plan(str(parsed), len(found), too_large, tuple(ranked), smallest, tuple(_notes(parsed)))
+    return Plan(
+        str(parsed), len(found), too_large, tuple(ranked), smallest, tuple(_notes(cfg, parsed))
+    )
 
 
 def enumerate_settings(cfg: Config, target: Target) -> Iterator[dict[str, Any]]:
     """Yields every choice of mesh, batch and remat policy, whether the model allows it or not."""
     per_slice = target.devices // target.slices
-    others = math.prod(max(1, getattr(cfg.mesh, name)) for name in ("context", "stage"))
+    across = dict.fromkeys(AXES, 1) | _across(cfg, target)
+    others = math.prod(
+        max(1, getattr(cfg.mesh, name) // across[name]) for name in ("context", "stage")
+    )
     if per_slice % others:
         return
     ways = per_slice // others
@@ -366,13 +353,22 @@ def enumerate_settings(cfg: Config, target: Target) -> Iterator[dict[str, Any]]:
     for fsdp, tensor, expert in itertools.product(divisors, TENSOR, divisors):
         if ways % (fsdp * tensor * expert) or experts % expert:
             continue
-        data = ways // (fsdp * tensor * expert) * target.slices
-        mesh: dict[str, Any] = dict(zip(SEARCHED, (data, fsdp, tensor, expert), strict=True))
+        within = ways // (fsdp * tensor * expert), fsdp, tensor, expert
+        mesh: dict[str, Any] = {
+            key: size * across[key[5:]] for key, size in zip(SEARCHED, within, strict=True)
+        }
         kept = {key: getattr(cfg.mesh, key[5:]) for key in SEARCHED if not is_free(cfg, key)}
         if any(size not in (-1, mesh[key]) for key, size in kept.items()):
             continue
-        for batch, remat in itertools.product(_batches(cfg, data * fsdp * expert), remats):
+        rows = mesh["mesh.data"] * mesh["mesh.fsdp"] * mesh["mesh.expert"]
+        for batch, remat in itertools.product(_batches(cfg, rows), remats):
             yield mesh | batch | {"model.remat": remat}
+
+
+def _across(cfg: Config, target: Target) -> dict[str, int]:
+    """Returns the axes that cross slices with their factors, the same in every candidate: by default `data` crosses."""
+    sizes = dict.fromkeys(AXES, 1) | {"data": target.slices} | cfg.mesh.dcn.factors()
+    return factors_across(cfg.mesh, sizes, target.slices)
 
 
 def _batches(cfg: Config, ways: int) -> Iterator[dict[str, int]]:
@@ -386,7 +382,10 @@ def _batches(cfg: Config, ways: int) -> Iterator[dict[str, int]]:
             yield {"train.global_batch": cfg.train.global_batch, "train.microbatches": parts}
 
 
-def _notes(target: Target) -> Iterator[str]:
+def _notes(cfg: Config, target: Target) -> Iterator[str]:
+    crossing = [f"mesh.{axis} by {factor}" for axis, factor in _across(cfg, target).items()]
+    if crossing:
+        yield f"across {target.slices} slices: {' and '.join(crossing)}"
     if target.slices > 1 and not target.chip.dcn_bandwidth:
         yield (
             f"the bandwidth of {target.chip.name} on the data-centre network is not known: the times leave out what "
@@ -436,8 +435,10 @@ def _compile(cfg: Config, candidate: Candidate, target: Target) -> Candidate:
     with contextlib.suppress(UserError):  # a kernel's time is unknown: the prediction stays
         step = step_time.predict_program(program, one, target) if report.fits else None
     (_, _, within), (_, _, across) = report.networks["ici"], report.networks["dcn"]
-    groups = max(axis for name, axis in one.mesh.sizes().items() if name not in ("data", "stage"))
-    groups = groups if groups > 1 else one.mesh.sizes()["data"] // target.slices
+    factors = factors_across(one.mesh, one.mesh.sizes(), target.slices)
+    sizes = {name: size // factors.get(name, 1) for name, size in one.mesh.sizes().items()}
+    groups = max(size for name, size in sizes.items() if name not in ("data", "stage"))
+    groups = groups if groups > 1 else sizes["data"]
     times = dataclasses.replace(
         candidate.times,
         ici=within / link_rate(target, groups),
@@ -448,7 +449,8 @@ def _compile(cfg: Config, candidate: Candidate, target: Target) -> Candidate:
 
 def print_plan(plan: Plan) -> None:
     """Prints the ranking on stdout."""
-    rows = []
+    rows, target = [], parse_target(plan.target)
+    sliced = target.slices > 1
     for candidate in plan.ranked:
         s, report = candidate.settings, candidate.report
         least, best, most = candidate.seconds
@@ -456,19 +458,22 @@ def print_plan(plan: Plan) -> None:
         batch = f"{s['train.global_batch']:,}"
         parts = f" in {n}" if (n := s.get("train.microbatches", 1)) > 1 else ""
         fits = show_bytes(report.total_bytes) if report else ""
+        across = show_bytes(round(report.networks["dcn"][2])) if report else ""
         rows.append(
             (
                 axes, batch + parts, s["model.remat"], show_bytes(candidate.memory or 0), fits,
                 f"{best:,.4g} ({least:,.4g} to {most:,.4g})", f"{candidate.tokens / best:,.0f}", candidate.limit,
+                *([across] if sliced else []),
             )
         )  # fmt: skip
     heads = (
         "mesh", "batch", "remat", "predicted", "compiled", "seconds a step", "tokens/s", "limited by",
+        *(["sent across slices"] if sliced else []),
     )  # fmt: skip
-    usable = parse_target(plan.target).chip.usable_bytes
+    usable = target.chip.usable_bytes
     print_tables(
         f"{plan.target}: {plan.tried:,} candidates; {plan.too_large:,} faster ones need more than {show_bytes(usable)}",
-        table(heads, rows or [("none fits",)], right=(1, 3, 4, 5, 6)),
+        table(heads, rows or [("none fits",)], right=(1, 3, 4, 5, 6, 8)),
         *(f"note: {line}" for line in plan.notes),
     )
 

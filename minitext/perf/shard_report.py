@@ -14,7 +14,7 @@ from flax import nnx
 from minitext.checkpoint import leaves
 from minitext.config.config import Config
 from minitext.sharding.check import check_mesh
-from minitext.sharding.mesh import abstract_mesh
+from minitext.sharding.mesh import abstract_mesh, factors_across
 from minitext.terminal import print_tables, show_bytes, table
 from minitext.training.step import abstract_state
 
@@ -49,6 +49,7 @@ def parameters(cfg: Config) -> list[Parameter]:
       UserError: if the mesh does not suit the model.
     """
     mesh = abstract_mesh(cfg.mesh)
+    factors_across(cfg.mesh, dict(mesh.shape), math.prod(cfg.mesh.dcn.factors().values()))
     check_mesh(cfg, mesh)
     state, found = abstract_state(cfg, mesh), []
     for part in ("params", "opt_state"):
@@ -88,9 +89,12 @@ def print_parameters(cfg: Config, found: list[Parameter]) -> None:
         sums.append((what, show_bytes(whole), show_bytes(each), show_bytes(replicated)))
     mesh = abstract_mesh(cfg.mesh)
     sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
+    factors = cfg.mesh.dcn.factors()
+    crossing = ", ".join(f"mesh.dcn.{axis}={factor}" for axis, factor in factors.items())
+    where = f" in {math.prod(factors.values())} slices, {crossing}" if factors else ""
     heads = ("parameter", "dimensions", "split over", "each device has", "bytes", "on one device")
     print_tables(
-        f"{sizes or 'one device'}: {mesh.size:,} device(s), sharding.rules={cfg.sharding.rules}",
+        f"{sizes or 'one device'}: {mesh.size:,} device(s){where}, sharding.rules={cfg.sharding.rules}",
         table(heads, rows, right=(4, 5)),
         table(("", "bytes", "on one device", "replicated"), sums, right=(1, 2, 3)),
     )

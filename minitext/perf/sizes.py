@@ -4,7 +4,8 @@ Chapters: 11, 14.
 """
 
 import copy
-from typing import NamedTuple
+import math
+from typing import NamedTuple, Self
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -13,7 +14,7 @@ from minitext.config.model import DeltaNetConfig, GQAConfig, MLAConfig, ModelCon
 from minitext.errors import UserError
 from minitext.models.flops import count_attention
 from minitext.sharding import pipeline_schedule as schedule
-from minitext.sharding.rules import RULES
+from minitext.sharding.rules import RULES, ShardingRules
 
 
 def check_products(model: ModelConfig, what: str, *, stored: bool = False) -> None:
@@ -86,10 +87,42 @@ class Runs(NamedTuple):
     chunks: int
 
 
+class Ways(int):
+    """A number of devices that share something; it also knows in how many slices they are.
+
+    So do products and quotients.
+
+    Attributes:
+      slices: the factor of the number that crosses slices.
+    """
+
+    slices: int
+
+    def __new__(cls, devices: int, slices: int = 1) -> Self:
+        """Makes a number of devices, of which a factor `slices` crosses slices."""
+        self = super().__new__(cls, devices)
+        self.slices = slices
+        return self
+
+    def __mul__(self, other: int) -> "Ways":
+        return Ways(int(self) * int(other), self.slices * slices_of(other))
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, other: int) -> "Ways":
+        return Ways(int(self) // int(other), self.slices // slices_of(other))
+
+
+def slices_of(group: int) -> int:
+    """Returns in how many slices a group's devices are."""
+    return group.slices if isinstance(group, Ways) else 1
+
+
 class Sizes:
     """How a train step is split over devices, and the sizes of one device's part.
 
-    Sizes are numbers of elements; `itemsize`, `operand`, `sent` and `sent_operand` are bytes of one element.
+    Numbers of devices are `Ways`: they know what `mesh.dcn` lets cross slices. Sizes are numbers of elements;
+    `itemsize`, `operand`, `sent` and `sent_operand` are bytes of one element.
 
     Attributes:
       cfg: the configuration.
@@ -127,12 +160,15 @@ class Sizes:
     def __init__(self, cfg: Config, mesh: Mesh | AbstractMesh, platform: str):
         rules, model, pipeline = RULES[cfg.sharding.rules], cfg.model, cfg.pipeline
 
-        def ways(name: str) -> int:
-            return rules.ways(name, mesh)
+        across = cfg.mesh.dcn.factors()
+
+        def ways(name: str, rules: ShardingRules = rules) -> Ways:
+            factors = (across.get(axis, 1) for axis in rules.table[name])
+            return Ways(rules.ways(name, mesh), math.prod(factors))
 
         self.cfg, self.model, self.name, self.tpu = cfg, model, "", platform == "tpu"
         self.fsdp, self.batch, self.context = ways("embed"), ways("batch"), ways("seq")
-        self.optimizer = rules.of_optimizer.ways("embed", mesh) if rules.optimizer else 1
+        self.optimizer = ways("embed", rules.of_optimizer) if rules.optimizer else 1
         self.scatters = rules.scatter
         self.tensor, self.sequence = ways("heads"), ways("residual") // self.context
         self.vocab, self.experts, self.stages = ways("vocab"), ways("expert"), ways("layers")

@@ -16,14 +16,15 @@ from jax.sharding import Mesh
 
 from minitext.compiler.aot import read_largest
 from minitext.compiler.report import Report
-from minitext.compiler.schedule import COMPUTE, KERNEL, QUEUES, operations, read_schedule
+from minitext.compiler.schedule import COMPUTE, DCN, KERNEL, QUEUES, operations, read_schedule
 from minitext.compiler.targets import Target, fit_slices, parse_target, topology_mesh
 from minitext.config.config import Config
 from minitext.errors import DoesNotFit, UserError
 from minitext.models.flops import count_flops
 from minitext.perf.kernel_time import kernel_seconds
 from minitext.perf.step_schedule import Event, Machine, Walk
-from minitext.terminal import print_tables, table
+from minitext.sharding.mesh import factors_across
+from minitext.terminal import print_tables, show_bytes, table
 from minitext.training import compile
 
 NAMES = {
@@ -47,6 +48,8 @@ class StepTime:
       tokens: tokens in a step, all chips together.
       flops: model FLOPs of a step, all chips together (`minitext.models.flops.count_flops`).
       peak: FLOP/s of one chip.
+      across: axes that cross slices, with the factor of each.
+      sent_across: bytes that each device sends to other slices.
       events: what each queue does when, for `minitext.perf.figures.plot_schedule`.
     """
 
@@ -60,6 +63,8 @@ class StepTime:
     tokens: int
     flops: float
     peak: float
+    across: dict[str, int] = field(default_factory=dict)
+    sent_across: float = 0.0
     events: tuple[Event, ...] = field(default=(), repr=False)
 
     @property
@@ -85,6 +90,7 @@ class StepTime:
         return {
             "target": self.target, "chips": self.chips, "seconds": self.seconds, "lower": self.lower,
             "upper": self.upper, "parts": self.parts, "shares": self.shares, "busy": self.busy,
+            "across": self.across, "sent_across": self.sent_across,
             "tokens": self.tokens, "tokens_per_second_per_chip": self.tokens_per_second, "mfu": self.mfu,
         }  # fmt: skip
 
@@ -144,7 +150,8 @@ def predict_program(text: str, cfg: Config, target: Target) -> StepTime:
       UserError: for GPUs, a text that is not a program, or a kernel whose time cannot be determined.
     """
     check_target(target)
-    mesh = topology_mesh(target, fit_slices(cfg, target)[0].mesh)
+    axes = fit_slices(cfg, target)[0].mesh
+    mesh = topology_mesh(target, axes)
     walk = predict_step(text, target, mesh)
     tokens = cfg.train.global_batch * cfg.data.seq_len
     waits = {queue: walk.waited[queue] for queue in QUEUES if queue not in (COMPUTE, KERNEL)}
@@ -156,6 +163,8 @@ def predict_program(text: str, cfg: Config, target: Target) -> StepTime:
         upper=walk.upper,
         parts={COMPUTE: walk.busy[COMPUTE], KERNEL: walk.busy[KERNEL], **waits},
         busy=dict(walk.busy),
+        across=factors_across(axes, dict(mesh.shape), target.slices),
+        sent_across=walk.busy[DCN] * target.chip.dcn_bandwidth / target.chip.devices,
         tokens=tokens,
         flops=float(count_flops(cfg.model, tokens, cfg.data.seq_len)),
         peak=target.chip.peak(cfg.model.dtype),
@@ -188,12 +197,15 @@ def print_step_time(found: StepTime) -> None:
         for name, seconds in found.parts.items()
         if seconds
     ]
+    crossing = " and ".join(f"mesh.{axis} by {factor}" for axis, factor in found.across.items())
+    sent = f"{crossing} cross slices: each device sends {show_bytes(round(found.sent_across))} to others"
     print_tables(
         f"a step on {found.target}: {_time(found.seconds)}, between {_time(found.lower)} with everything overlapped "
         f"and {_time(found.upper)} with nothing overlapped",
         table(("what the core does or waits for", "ms", "share"), rows, right=(1, 2)),
         f"{found.tokens_per_second:,.0f} tokens/s/chip, MFU {found.mfu:.1%} ({found.tokens:,} tokens a step on "
         f"{found.chips:,} chips)",
+        *([sent] if found.across else []),
     )
 
 

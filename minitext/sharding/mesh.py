@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
+from minitext.config.config import Config
 from minitext.config.sections import MeshConfig
 from minitext.distributed.devices import MOST_SIMULATED
 from minitext.errors import UserError
@@ -51,22 +52,22 @@ def make_mesh(cfg: MeshConfig | None = None, devices: Sequence[Any] | None = Non
     """Arranges devices in a mesh with the axes `AXES`, all Explicit.
 
     Devices that are neighbours on an axis are neighbours on the interconnect. TPU slices are connected only by the
-    data-centre network, so just one axis crosses slices: the first of `data`, `stage` and `fsdp` that can, which are
-    ordered by how much they send.
+    data-centre network, and `factors_across` says which axes cross it.
 
     Args:
       cfg: sizes of the axes; by default `data` has all devices.
-      devices: real, simulated or ahead-of-time devices; by default all that JAX sees.
+      devices: real, simulated or ahead-of-time devices; by default all that JAX sees. CPUs are in no slice: with
+        `mesh.dcn` they are taken for slices of equal size, in their order.
 
     Raises:
       UserError: if the sizes don't fit the number of devices or slices.
     """
-    devices = list(jax.devices() if devices is None else devices)
-    sizes = resolve_axes(cfg or MeshConfig(), len(devices))
+    devices, cfg = list(jax.devices() if devices is None else devices), cfg or MeshConfig()
+    sizes = resolve_axes(cfg, len(devices))
     types = (AxisType.Explicit,) * len(AXES)
-    slices = {getattr(device, "slice_index", 0) for device in devices}
-    if len(slices) > 1:
-        return Mesh(_arrange_slices(sizes, len(slices), devices), AXES, axis_types=types)
+    across = factors_across(cfg, sizes, count_slices(cfg, devices))
+    if across:
+        return Mesh(_arrange_slices(sizes, across, devices), AXES, axis_types=types)
     try:
         return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=types, devices=devices)
     except NotImplementedError as error:  # such as an axis of 8 in a torus of 4 x 4 x 4
@@ -91,20 +92,77 @@ def abstract_mesh(cfg: MeshConfig | None = None, chip: Chip | None = None) -> Ab
     return AbstractMesh(tuple(sizes), AXES, types, abstract_device=device)
 
 
-def _arrange_slices(sizes: dict[str, int], slices: int, devices: list[Any]) -> np.ndarray:
+def factors_across(cfg: MeshConfig, sizes: dict[str, int], slices: int) -> dict[str, int]:
+    """Returns the axes that cross slices, each with the factor of its size that does: `mesh.dcn`.
+
+    Without it one axis crosses: the first of `data`, `stage` and `fsdp` that can, which are ordered by how much they
+    send.
+
+    Args:
+      cfg: the configured axes.
+      sizes: the size of every axis, as `resolve_axes` returns it.
+      slices: how many there are.
+
+    Raises:
+      UserError: if the factors don't multiply to the number of slices, or don't divide the sizes.
+    """
+    across = cfg.dcn.factors()
+    if not across and slices > 1:
+        able = [axis for axis in ("data", "stage", "fsdp") if sizes[axis] % slices == 0]
+        if not able:
+            raise UserError(
+                f"{slices} slices divide none of mesh.data={sizes['data']}, mesh.stage={sizes['stage']} and "
+                f"mesh.fsdp={sizes['fsdp']}: make one of them a multiple of {slices}, or let several axes cross, such "
+                "as mesh.dcn.data=2 mesh.dcn.fsdp=2"
+            )
+        return {able[0]: slices}
+    shown = " x ".join(f"mesh.dcn.{axis}={factor}" for axis, factor in across.items())
+    if math.prod(across.values()) != slices:
+        raise UserError(
+            f"{shown} is for {math.prod(across.values())} slices and there {'is' if slices == 1 else 'are'} {slices}: "
+            "change mesh.dcn.*"
+        )
+    for axis, factor in across.items():
+        if sizes[axis] % factor:
+            raise UserError(
+                f"mesh.dcn.{axis}={factor} does not divide mesh.{axis}={sizes[axis]}, which counts the devices of all "
+                f"slices: set mesh.{axis} to a multiple of {factor}"
+            )
+    return across
+
+
+def with_slices(cfg: Config, sizes: dict[str, int], slices: int) -> Config:
+    """Returns the configuration with `mesh.dcn` as it is by default; see `factors_across`."""
+    if slices == 1:
+        return cfg
+    across = factors_across(cfg.mesh, sizes, slices)
+    return cfg.replace({f"mesh.dcn.{axis}": factor for axis, factor in across.items()})
+
+
+def count_slices(cfg: MeshConfig, devices: Sequence[Any]) -> int:
+    """Returns how many slices devices form."""
+    if devices[0].platform == "cpu":
+        return math.prod(cfg.dcn.factors().values())
+    return len({getattr(device, "slice_index", 0) for device in devices})
+
+
+def _arrange_slices(
+    sizes: dict[str, int], across: dict[str, int], devices: list[Any]
+) -> np.ndarray:
+    """Returns the devices as an array, where an axis's outer factor is its slices and the inner one is within them."""
     from jax.experimental import mesh_utils
 
-    across = next((axis for axis in ("data", "stage", "fsdp") if sizes[axis] % slices == 0), None)
-    if across is None:
-        raise UserError(
-            f"{slices} slices divide none of mesh.data={sizes['data']}, mesh.stage={sizes['stage']} and "
-            f"mesh.fsdp={sizes['fsdp']}: make one of them a multiple of {slices}"
-        )
-    between = {axis: slices if axis == across else 1 for axis in sizes}
-    within = [size // between[axis] for axis, size in sizes.items()]
+    between = [across.get(axis, 1) for axis in sizes]
+    within = [size // factor for size, factor in zip(sizes.values(), between, strict=True)]
+    count = math.prod(between)
+    in_order = sorted(devices, key=lambda device: getattr(device, "slice_index", 0))
     try:
-        return mesh_utils.create_hybrid_device_mesh(
-            within, list(between.values()), devices, allow_split_physical_axes=True
-        )
+        blocks = [
+            mesh_utils.create_device_mesh(within, part, allow_split_physical_axes=True)
+            for part in np.reshape(in_order, (count, -1)).tolist()
+        ]
     except (NotImplementedError, ValueError) as error:
-        raise UserError(f"{slices} slices: {error}: choose other mesh.* sizes") from error
+        raise UserError(f"{count} slices: {error}: choose other mesh.* sizes") from error
+    # One dimension for each factor, the two of an axis side by side.
+    dims = np.arange(2 * len(sizes)).reshape(2, -1).T.flat
+    return np.reshape(blocks, (*between, *within)).transpose(*dims).reshape(*sizes.values())

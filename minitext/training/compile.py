@@ -36,6 +36,7 @@ from minitext.compiler.targets import fit_slices, parse_target, topology_mesh
 from minitext.config.config import Config, flatten
 from minitext.distributed import job
 from minitext.errors import UserError
+from minitext.sharding.mesh import factors_across
 from minitext.sharding.rules import RULES
 from minitext.terminal import show_bytes
 from minitext.training.objective import Objective
@@ -46,8 +47,8 @@ MANIFEST, PROGRAM = "manifest.json", "program"
 SOURCES = Path(__file__).parents[1]
 
 # Settings that the program depends on: the learning rate's schedule, for one, ends at train.steps. Meshes are compared
-# by the sizes of their axes.
-SECTIONS = ("model.", "sharding.", "pipeline.", "optim.", "objective.", "xla.")
+# by the sizes of their axes and by what crosses slices.
+SECTIONS = ("model.", "sharding.", "pipeline.", "optim.", "objective.", "xla.", "mesh.dcn.")
 KEYS = (
     "data.seq_len", "train.steps", "train.global_batch", "train.microbatches", "train.z_loss",
     "train.loss_chunks", "train.loss_impl",
@@ -81,7 +82,8 @@ def compile_preset(cfg: Config, target: str, keep: Keep | None = None) -> Report
     step = make_train_step(cfg, mesh)
     args = (abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
     report = compile_step(step, args, mesh, target=str(parsed), keep=keep)
-    report = dataclasses.replace(report, slices=parsed.slices, changed=changed)
+    across = factors_across(cfg.mesh, dict(mesh.shape), parsed.slices)
+    report = dataclasses.replace(report, slices=parsed.slices, across=across, changed=changed)
     return dataclasses.replace(report, advice=tuple(advise(report, cfg)))
 
 

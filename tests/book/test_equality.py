@@ -65,6 +65,12 @@ def test_three_steps_of_latent_attention_are_those_of_one_device(tiny, layout):
     steps_are_those_of_one_device(tiny, LAYOUTS[layout], *MLA.split())
 
 
+@pytest.mark.audit
+def test_three_steps_on_four_slices_are_those_of_one_device(tiny):
+    """Both axes cross, and each slice's two devices are neighbours on `data`: not the order of the devices."""
+    steps_are_those_of_one_device(tiny, "mesh.data=4 mesh.fsdp=2 mesh.dcn.data=2 mesh.dcn.fsdp=2")
+
+
 OF_PATTERNS = ("fsdp x tp x cp", "cp, all-gather", "fsdp x tp", "zero2")
 
 

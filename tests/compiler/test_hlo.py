@@ -165,6 +165,14 @@ def test_what_goes_between_slices_is_a_kind_of_its_own():
         'frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}\n  %loop =',
     )
     assert hlo.collectives(over) == hlo.collectives(LOOP) | {"all-reduce (dcn)": (1, 16)}
+    # A gather's send has one slice's part of it.
+    target = "_xla_megascale_target={{100000,300000},{200000,400000}},"
+    gather = over.replace(
+        '_xla_megascale_transfer_type="ALL_REDUCE"',
+        f'{target}_xla_megascale_transfer_type="ALL_GATHER"',
+    )
+    (found,) = (c for c in hlo.Module(gather).collectives() if c.kind == "all-gather (dcn)")
+    assert (found.group, found.bytes, found.moved) == (2, 32, 16)
 
 
 def test_a_trip_count_that_the_compiler_noted_wins():
@@ -445,6 +453,7 @@ def test_damaged_text_raises_nothing(data):
         ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'a','c'}", 4),
         ("replica_groups=mesh['a'=8] {'a':(2)4}", 4),
         ('replica_groups={{0,1}}, frontend_attributes={_xla_megascale_target="{0,1,2}"}', 3),
+        ("frontend_attributes={_xla_megascale_target={{100000,200000},{100001,200001}}}", 2),
     ],
 )
 def test_every_way_of_writing_groups_is_read(written, size):

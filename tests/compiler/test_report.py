@@ -66,13 +66,14 @@ def test_networks_are_told_apart(capsys):
     sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
     x = jax.ShapeDtypeStruct((8, 2**20), jnp.float32, sharding=sharding)
     report = aot.compile_step(lambda x: jnp.sum(x, 0), (x,), mesh, target="two")
-    report = dataclasses.replace(report, slices=2)
+    report = dataclasses.replace(report, slices=2, across={"data": 2})
     (_, within, _), (count, across, sent) = report.networks["ici"], report.networks["dcn"]
     assert within >= 4 * 2**20 > across >= 2**20 and count >= 1
     assert sent == across  # an all-reduce of two: each slice sends half, twice
     print_report(report)
     shown = capsys.readouterr().out
     assert "within a slice (ICI)" in shown and "across 2 slices (DCN)" in shown
+    assert "across 2 slices: mesh.data by 2" in shown
 
 
 @pytest.mark.parametrize(

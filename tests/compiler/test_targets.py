@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.experimental.mesh_utils import create_hybrid_device_mesh
 
 from minitext.compiler import targets
 from minitext.compiler.targets import fit_slices, parse_target, topology_devices, topology_mesh
 from minitext.config.config import load_config
-from minitext.config.sections import MeshConfig
+from minitext.config.sections import MeshConfig, SlicesConfig
 from minitext.errors import UserError
 from minitext.hardware import find_chip
-from minitext.sharding.mesh import AXES
+from minitext.sharding.mesh import AXES, make_mesh
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 
@@ -148,6 +149,23 @@ def test_slices_lie_along_one_axis():
         topology_mesh("v5e:4x4 slices=3", MeshConfig(data=1, tensor=48))
 
 
+@needs_libtpu
+def test_several_axes_cross_as_in_jax():
+    sizes, factors = {"data": 2, "fsdp": 8, "tensor": 2}, {"data": 2, "fsdp": 2}
+    cfg = MeshConfig(**sizes, dcn=SlicesConfig(**factors))
+    devices = topology_devices(parse_target("v5e:2x4 slices=4"))
+    between = [factors.get(axis, 1) for axis in AXES]
+    within = [sizes.get(axis, 1) // factor for axis, factor in zip(AXES, between, strict=True)]
+    want = create_hybrid_device_mesh(within, between, devices, allow_split_physical_axes=True)
+    assert (make_mesh(cfg, devices).devices == want).all()
+    # The order in which the devices come doesn't matter.
+    assert (make_mesh(cfg, devices[::-1]).devices == want).all()
+    with pytest.raises(UserError, match=r"mesh.dcn.data=2 x mesh.dcn.fsdp=2 is for 4 slices"):
+        make_mesh(cfg, topology_devices(parse_target("v5e:4x4 slices=2")))
+    with pytest.raises(UserError, match=r"is for 4 slices and there is 1"):
+        make_mesh(cfg, topology_devices(parse_target("v5e:4x8")))
+
+
 @pytest.mark.parametrize(
     ("settings", "changed"),
     [
@@ -157,6 +175,7 @@ def test_slices_lie_along_one_axis():
         (["mesh.data=-1", "mesh.fsdp=4"], {"train.global_batch": 1056}),
         (["mesh.fsdp=5"], {}),  # divides no slice: the mesh says so
         (["mesh.stage=3"], {}),  # stages lie across the slices
+        (["mesh.dcn.fsdp=3"], {"train.global_batch": 1056}),
     ],
 )
 def test_slices_are_replicas_unless_a_mesh_is_named(settings, changed):

@@ -91,6 +91,18 @@ def test_axes_within_and_across_slices():
         "base.yml model_name=llama2-7b dcn_fsdp_parallelism=2 dcn_data_parallelism=1", two
     )
     assert across.cfg is not None and across.cfg.mesh.fsdp == 32
+    assert across.cfg.mesh.dcn.factors() == {"fsdp": 2}
+    assert statuses(across)["dcn_fsdp_parallelism"] == "mapped"
+    several = translated(
+        "base.yml model_name=llama2-7b dcn_data_parallelism=-1 dcn_fsdp_parallelism=2 dcn_tensor_parallelism=2 "
+        "dcn_tensor_sequence_parallelism=2 ici_tensor_parallelism=4",
+        Machine("v5e", 16, 16, (4, 4)),
+    )
+    assert several.cfg is not None and several.cfg.mesh.sizes() == {
+        "stage": 1, "data": 2, "fsdp": 8, "context": 1, "tensor": 16, "expert": 1,
+    }  # fmt: skip
+    assert several.cfg.mesh.dcn.factors() == {"data": 2, "fsdp": 2, "tensor": 4}
+    assert {"mesh.dcn.data=2", "mesh.dcn.fsdp=2", "mesh.dcn.tensor=4"} <= set(several.words)
     with pytest.raises(UserError, match="ici_ axes multiply to 3"):
         translated("base.yml ici_fsdp_parallelism=3")
     with pytest.raises(UserError, match="one axis may be -1"):

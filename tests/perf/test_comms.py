@@ -4,17 +4,22 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import re
 
 import jax
+import numpy as np
 import pytest
 
 import minitext as mt
 from minitext.book.layouts import LAYOUTS
 from minitext.cli import main
 from minitext.compiler.targets import topology_mesh
-from minitext.perf.comms import notes, predict
-from minitext.perf.comms_audit import audit, by_kind, print_audit
-from minitext.sharding.mesh import make_mesh
+from minitext.models.flops import count_params
+from minitext.perf.comms import across_slices, notes, predict, sum_across
+from minitext.perf.comms_audit import audit, by_kind, print_audit, read
+from minitext.perf.step_time import compile_program
+from minitext.sharding.mesh import abstract_mesh, make_mesh
+from minitext.terminal import show_bytes
 from tests.conftest import TINY, audit_but
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
@@ -259,11 +264,109 @@ def test_what_is_not_predicted_is_said(other, told):
 
 
 @needs_libtpu
-def test_that_slices_are_not_predicted_is_printed(capsys):
+def test_what_is_not_predicted_of_slices_is_printed(capsys):
     cfg = mt.load_config("laptop", [*TINY, *tiles("dp")])
     told = notes(cfg, topology_mesh("v5e:2x2 slices=2", cfg.mesh), "tpu")
     print_audit(dataclasses.replace(audited(*small("fsdp")), notes=told))
     assert "not predicted: 2 slices" in capsys.readouterr().out
+
+
+def predicted(preset, *settings):
+    cfg = mt.load_config(preset, list(settings))
+    return predict(cfg, abstract_mesh(cfg.mesh), "tpu")
+
+
+def parts(cfg):
+    """Bytes in bfloat16 of the matrices in layers, of the two tables, and in float32 of the norms."""
+    table, norms = cfg.vocab * cfg.embed, (2 * cfg.layers + 1) * cfg.embed
+    return 2 * (count_params(cfg) - 2 * table - norms), 2 * 2 * table, 4 * norms
+
+
+@pytest.mark.parametrize("slices", [2, 199])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_replicas_send_the_gradients_of_a_device_across_slices(slices, microbatches):
+    more = f"mesh.data={slices}", "mesh.fsdp=16", f"train.microbatches={microbatches}"
+    batch = f"train.global_batch={slices * 16 * microbatches}"
+    terms = predicted("llama2-70b", *more, batch, f"mesh.dcn.data={slices}")
+    each = sum(parts(mt.load_config("llama2-70b").model)) * microbatches / 16
+    # Rounded down where a device's part is no whole number of bytes.
+    assert sum_across(terms) == pytest.approx(2 * (slices - 1) / slices * each)
+    alone = predicted(
+        "llama2-70b", "mesh.fsdp=16", more[2], f"train.global_batch={16 * microbatches}"
+    )
+    within = [t for t in terms if "(dcn)" not in t.kind]
+    differ = {a.name for a, b in zip(within, alone, strict=True) if a != b}
+    assert differ <= {"gradient of the embedding table"}  # summed whole, and then cut
+    assert not sum_across(alone)
+
+
+def test_parts_of_weights_cross_slices_twice_and_their_gradients_as_sums():
+    """32 parts on two slices: each gather takes half of a 16th from the other slice, and a sum counts as two."""
+    terms = predicted("llama2-70b", "mesh.fsdp=32", "mesh.dcn.fsdp=2", "train.global_batch=32")
+    layers, tables, norms = parts(mt.load_config("llama2-70b").model)
+    assert sum_across(terms) == pytest.approx((4 * layers + 3 * tables) / 32, rel=1e-4)
+    assert norms / layers < 1e-4  # what is left out here
+
+
+def test_stages_send_activations_across_slices():
+    sizes = "mesh.stage=4", "mesh.dcn.stage=2", "sharding.rules=pp", "mesh.data=1", "model.layers=8"
+    terms = predicted("laptop", *TINY, *sizes)
+    whole = predicted("laptop", *TINY, *sizes, "mesh.dcn.stage=1")
+    sent, same = (
+        [t for t in found if t.name.startswith("activations to the next")]
+        for found in (terms, whole)
+    )
+    assert [t.kind for t in sent] == ["collective-permute", "collective-permute (dcn)"]
+    assert {(t.arrays, t.runs) for t in sent} == {(t.arrays, t.runs) for t in same}
+
+
+def test_what_should_not_cross_slices_is_said_with_its_bytes():
+    sizes = "mesh.data=2", "mesh.tensor=4", "mesh.dcn.data=2", "mesh.dcn.tensor=2"
+    cfg = mt.load_config("laptop", [*TINY, *sizes])
+    which, cost = across_slices(cfg, abstract_mesh(cfg.mesh))
+    assert which.startswith("4 slices: mesh.data by 2 and mesh.tensor by 2 cross")
+    only = sum_across(predicted("laptop", *TINY, *sizes, "mesh.dcn.data=1"))
+    assert cost.startswith(f"mesh.dcn.tensor=2: {show_bytes(only)} of that") and only > 0
+    assert not across_slices(
+        cfg.replace({"mesh.dcn.data": 1, "mesh.dcn.tensor": 1}), abstract_mesh(cfg.mesh)
+    )
+
+
+@needs_libtpu
+@pytest.mark.audit
+def test_groups_across_slices_are_those_of_the_mesh():
+    """Two axes cross: each group of the program has one device from each slice along one axis, or along both."""
+    words = (
+        "mesh.data=2 mesh.fsdp=16 mesh.dcn.data=2 mesh.dcn.fsdp=2 model.embed=512 model.heads=8 model.mlp=1536 "
+        "model.vocab=4096 model.dtype=bfloat16 model.remat=full data.seq_len=256 train.global_batch=64 "
+        "model.scan_layers=true"
+    )
+    cfg, target = mt.load_config("laptop", words.split()), "v5e:2x4 slices=4"
+    report, text = compile_program(cfg, target)
+    assert report.across == {"data": 2, "fsdp": 2}
+    mesh = topology_mesh(target, cfg.mesh)
+    ids = np.vectorize(lambda device: device.id)(mesh.devices).reshape(2, 2, 8)  # data, fsdp
+    over_fsdp = {frozenset(g) for g in ids.transpose(0, 2, 1).reshape(-1, 2).tolist()}
+    over_data = {frozenset(g) for g in ids.transpose(1, 2, 0).reshape(-1, 2).tolist()}
+    found = {}
+    for groups, kind in re.findall(
+        r'_xla_megascale_target=\{(\{[\d,{}]+\})\},_xla_megascale_transfer_type="(\w+)"', text
+    ):
+        listed = {frozenset(map(int, g.split(","))) for g in re.findall(r"\{([\d,]+)\}", groups)}
+        assert listed in (over_fsdp, over_data)
+        found.setdefault(kind, []).append(listed)
+    # Weights are gathered over fsdp; gradients are summed over fsdp, and their parts over data.
+    assert all(g == over_fsdp for g in found["ALL_GATHER"])
+    assert over_fsdp in found["ALL_REDUCE"] and over_data in found["ALL_REDUCE"]
+    assert (
+        '_xla_megascale_target="{1,2,3,4}' in text
+    )  # all slices: the embedding table's gradient, and norms'
+    audit = read(text, cfg, mesh, "tpu")
+    want, got = ({row.kind: row.moved for row in by_kind(t)} for t in (audit.terms, audit.compiled))
+    assert got["all-gather (dcn)"] == pytest.approx(want["all-gather (dcn)"], rel=1e-3)
+    # The embedding table's gradient crosses in float32 here, and is a tenth of what is summed.
+    assert 0 < got["all-reduce (dcn)"] / want["all-reduce (dcn)"] - 1 < 0.15
+    assert report.networks["dcn"][2] == pytest.approx(sum_across(audit.compiled), rel=1e-3)
 
 
 def test_the_command(monkeypatch, capsys):

@@ -46,13 +46,16 @@ def test_the_answers_are_those_of_the_printed_command():
 @pytest.mark.audit
 def test_slices_send_their_gradients_across():
     one = maxtext.explain(f"{SMALL}", "v5e:2x4").answers
-    two = maxtext.explain(f"{SMALL} dcn_data_parallelism=2", "v5e:2x4 slices=2").answers
+    found = maxtext.explain(f"{SMALL} dcn_data_parallelism=2", "v5e:2x4 slices=2")
+    two, model = found.answers, found.translation.cfg.model
     assert one is not None and two is not None
-    # Each device sends its part of the gradients, in bfloat16, and receives it: 2 (S - 1)/S of it with S slices.
-    assert two.dcn == pytest.approx(two.parameters * 2 / 8) and one.dcn == 0
-    assert two.tokens == 2 * one.tokens and sum(two.ici.values()) == pytest.approx(
-        sum(one.ici.values())
-    )
+    # Each device sends its part of the gradients, in bfloat16 and those of norms in float32, and receives it:
+    # 2 (S - 1)/S of it with S slices.
+    norms = (2 * model.layers + 1) * model.embed
+    assert two.dcn == pytest.approx((two.parameters + norms) * 2 / 8) and one.dcn == 0
+    # Within a slice weights are gathered as in one; the embedding table's gradient is summed whole.
+    assert two.tokens == 2 * one.tokens and two.ici["all-gather"] == one.ici["all-gather"]
+    assert sum(two.ici.values()) >= sum(one.ici.values())
 
 
 @pytest.mark.audit

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import math
 
 import pytest
 
@@ -20,7 +21,6 @@ from minitext.perf.plan import (
     link_rate,
     predict,
     search,
-    sent_across,
 )
 from minitext.training.compile import compile_preset
 
@@ -47,6 +47,17 @@ def test_every_mesh_takes_all_devices_and_slices_lie_along_data(target):
         assert c["mesh.data"] % parsed.slices == 0
         assert c["mesh.expert"] == 1  # a dense model has no use for it
         assert c["train.global_batch"] % (c["mesh.data"] * c["mesh.fsdp"]) == 0
+
+
+def test_the_axes_that_cross_slices_take_their_factors():
+    crossing = "mesh.dcn.data=2", "mesh.dcn.fsdp=2"
+    found = choices("v5e:4x4 slices=4", *TINY, *crossing)
+    assert {(c["mesh.data"], c["mesh.fsdp"]) for c in found} >= {(2, 32), (32, 2), (8, 2)}
+    for c in found:
+        assert math.prod(c[key] for key in plan.SEARCHED) == 64
+        assert c["mesh.data"] % 2 == c["mesh.fsdp"] % 2 == 0
+    with pytest.raises(UserError, match=r"mesh.dcn.fsdp=2 is for 4 slices and there are 2"):
+        choices("v5e:4x4 slices=2", *TINY, *crossing)
 
 
 def test_what_is_set_is_kept():
@@ -158,20 +169,6 @@ def test_memory_is_predicted_first_for_the_fewest_rows(monkeypatch):
     assert smallest == args[2].chip.usable_bytes
 
 
-def test_what_crosses_slices_is_the_gradient_part_of_a_device():
-    cfg = load_config("llama2-70b", ["mesh.data=2", "mesh.fsdp=16"])
-    two = parse_target("v5e:4x4 slices=2")
-    size = plan.count_params(cfg.model) * 2 / 16
-    assert sent_across(cfg, two) == pytest.approx(size)  # 2 (s - 1) / s of it
-    many = cfg.replace({"mesh.data": 199})
-    assert sent_across(many, parse_target("v5e:4x4 slices=199")) == pytest.approx(
-        2 * 198 / 199 * size
-    )
-    assert sent_across(cfg.replace({"mesh.data": 1}), parse_target("v5e:4x4")) == 0
-    # Each microbatch's gradients are summed on their own.
-    assert sent_across(cfg.replace({"train.microbatches": 2}), two) == pytest.approx(2 * size)
-
-
 def test_links_of_as_many_dimensions_as_a_group_needs():
     rate = parse_target("v5e:2x2").chip.link_rate
     assert link_rate(parse_target("v5e:4x4"), 4) == rate  # a line
@@ -192,9 +189,10 @@ def test_times_say_what_limits():
 def test_a_network_that_is_not_known_is_said_and_not_counted_free():
     target = parse_target("v5e:4x4 slices=2")
     unknown = dataclasses.replace(target, chip=dataclasses.replace(target.chip, dcn_bandwidth=0.0))
-    assert not list(plan._notes(target))
+    cfg = load_config("laptop", TINY)
+    assert list(plan._notes(cfg, target)) == ["across 2 slices: mesh.data by 2"]
     assert "bandwidth of v5e on the data-centre network is not known" in "".join(
-        plan._notes(unknown)
+        plan._notes(cfg, unknown)
     )
     assert plan.dcn_seconds(1e9, unknown.chip) is None
     assert plan.dcn_seconds(3.125e9, target.chip) == 1.0

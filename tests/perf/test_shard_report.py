@@ -61,6 +61,11 @@ def test_the_command_prints_a_table_json_or_a_picture(tmp_path):
     assert "8 device(s)" in text and "embed=128" in text and b"<svg" in file.read_bytes()
     answer = json.loads(run(app, [*words, "--json"]).stdout)
     assert answer[0]["device_bytes"] * 8 == answer[0]["bytes"]
+    four = ["mesh.data=4", "mesh.fsdp=2", "mesh.dcn.data=2", "mesh.dcn.fsdp=2"]
+    assert (
+        "8 device(s) in 4 slices, mesh.dcn.data=2, mesh.dcn.fsdp=2"
+        in run(app, ["shard", "laptop", *four]).stdout
+    )
     refused = run(app, ["shard", "laptop", "mesh.tensor=3", "mesh.data=1"]).exception
     assert isinstance(refused, UserError) and "model.heads=" in str(refused)
 

@@ -1,5 +1,6 @@
 """Predicted steps: what the numbers mean, bad input, and one small step compiled for real chips."""
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -11,7 +12,7 @@ from minitext.compiler.targets import parse_target
 from minitext.config.config import load_config
 from minitext.errors import UserError
 from minitext.perf.step_schedule import Event
-from minitext.perf.step_time import StepTime, predict_preset, predict_program
+from minitext.perf.step_time import StepTime, predict_preset, predict_program, print_step_time
 
 SMALL = ["model.layers=2", "mesh.data=1", "mesh.fsdp=-1"]
 PARTS = {"compute": 1.0, "kernels": 0.5, "ici": 0.5, "dcn": 0.0, "dma": 0.0, "host": 0.0}
@@ -26,6 +27,16 @@ def test_rates_are_of_one_chip():
     assert STEP.mfu == pytest.approx(1e15 / (8 * 197e12) / 2)
     assert math.fsum(STEP.shares.values()) == pytest.approx(1)
     assert json.loads(json.dumps(STEP.to_json()))["tokens_per_second_per_chip"] == 200
+
+
+def test_what_crosses_slices_is_said(capsys):
+    print_step_time(STEP)
+    assert "slices" not in capsys.readouterr().out
+    sliced = dataclasses.replace(STEP, across={"data": 2, "fsdp": 4}, sent_across=3 * 2.0**20)
+    print_step_time(sliced)
+    said = "mesh.data by 2 and mesh.fsdp by 4 cross slices: each device sends 3.00 MiB to others"
+    assert said in capsys.readouterr().out
+    assert sliced.to_json()["across"] == {"data": 2, "fsdp": 4}
 
 
 def test_the_schedule_is_drawn():

@@ -1,14 +1,15 @@
 """Meshes: sizes, the one free axis, and errors that say what would fit."""
 
 import jax
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 
-from minitext.config.sections import MeshConfig
+from minitext.config.sections import MeshConfig, SlicesConfig
 from minitext.errors import UserError
-from minitext.sharding.mesh import AXES, make_mesh, resolve_axes
+from minitext.sharding.mesh import AXES, factors_across, make_mesh, resolve_axes
 
 
 def test_all_axes_exist_and_are_explicit():
@@ -72,3 +73,32 @@ def test_axes_that_the_network_does_not_have_are_refused():
         UserError, match=r"mesh.fsdp=8 mesh.expert=8: the network of these 64 chips"
     ):
         topology_mesh("v5p:4x4x4", MeshConfig(data=1, fsdp=8, expert=8))
+
+
+def test_simulated_devices_are_slices_in_their_order():
+    """Four slices of two devices: an axis's outer factor is its slices."""
+    mesh = make_mesh(MeshConfig(data=4, fsdp=2, dcn=SlicesConfig(data=2, fsdp=2)))
+    ids = np.vectorize(lambda device: device.id)(mesh.devices).reshape(4, 2)
+    assert (ids // 2 == [[0, 1], [0, 1], [2, 3], [2, 3]]).all()
+    assert (ids % 2 == [[0, 0], [1, 1], [0, 0], [1, 1]]).all()
+
+
+@given(
+    st.fixed_dictionaries({axis: st.sampled_from([1, 2, 3]) for axis in AXES}),
+    st.fixed_dictionaries({axis: st.sampled_from([1, 2, 4]) for axis in AXES}),
+)
+def test_each_axis_crosses_by_its_factor(factors, within):
+    sizes = {axis: factors[axis] * within[axis] for axis in AXES}
+    cfg, slices = MeshConfig(**sizes, dcn=SlicesConfig(**factors)), _product(factors)
+    across = factors_across(cfg, sizes, slices)
+    if any(factor > 1 for factor in factors.values()):
+        assert {axis: across.get(axis, 1) for axis in AXES} == factors
+        with pytest.raises(UserError, match=f"for {slices} slices and there are {slices + 1}"):
+            factors_across(cfg, sizes, slices + 1)
+    else:
+        assert across == {}
+
+
+def test_factors_that_do_not_fit_are_refused():
+    with pytest.raises(UserError, match=r"mesh.dcn.data=3 does not divide mesh.data=8"):
+        make_mesh(MeshConfig(dcn=SlicesConfig(data=3)))
