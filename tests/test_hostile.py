@@ -32,7 +32,7 @@ READERS = {
     "profile": [],
     "watch": ["--once"],
 }
-PREDICTORS = ["compile", "plan", "predict", "memory", "comms"]
+PREDICTORS = ["compile", "plan", "tune-options", "predict", "memory", "comms"]
 
 # Settings that train must refuse, added to SMALL.
 SETTINGS = {
@@ -186,6 +186,9 @@ LINES = [
     *([name, *SMALL, "slices=2"] for name in PREDICTORS),
     *(["compile", *SMALL, "target=v5e:2x2", f"slices={n}"] for n in ["x", "-1", HUGE]),
     ["plan", *SMALL, "target=v5e:2x2", "--compile", "0"],
+    *(["tune-options", *SMALL, "target=v5e:2x2", "--budget", n] for n in ["0", "-1", "x", HUGE]),
+    *(["tune-options", *SMALL, "target=v5e:2x2", "--save", where] for where in ["{file}", "{run}", "", NUL, LONG]),
+    ["tune-options", *SMALL, "target=h100:1x8"],
     *([name, *SMALL, "mesh.data=1000000"] for name in ["comms", "memory"]),
     ["compile", *SMALL, "mesh.data=1000000", "--save", "x.bin"],
     *(["roofline", *SMALL, f"chip={chip}"] for chip in ["", "v9", LONG]),

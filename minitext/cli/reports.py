@@ -2,7 +2,9 @@
 
 import json
 import re
+import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -152,6 +154,65 @@ def plan(
         plan.print_plan(found)
         print("\n".join(["", *commands]) if chosen else f"nothing fits: {plan.advise(found, cfg)}")
     if not chosen:
+        raise typer.Exit(3)
+
+
+def tune_options(
+    settings: Settings = None,
+    save: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="folder for results and best.yml  [default: runs/tune-PRESET-TARGET]",
+            callback=local_path,
+        ),
+    ] = None,
+    budget: Annotated[
+        int, typer.Option(min=1, max=10_000, help="candidates to compile at most")
+    ] = 30,
+    as_json: Json = False,
+) -> None:
+    """Search for the compiler's options, recomputation and microbatches of the fastest step: target=v5e:2x4.
+
+    Each candidate is compiled and its schedule walked, one dimension at a time from the best so far. Settings that you
+    set are kept, and so is the mesh, which minitext plan chooses. DIR keeps each result: the same command goes on where
+    it was stopped. The best is written to DIR/best.yml for config=. Exits with 3 if nothing fits.
+    """
+    target, settings = take_target(settings)
+    if target is None:
+        raise UserError("name one target, such as target=v5e:2x4 or target=v5p:4x4x4")
+    cfg = load(settings, target)
+    from minitext.config.config import DEFAULT_PRESET
+
+    names = [
+        Path(word.removeprefix("config=")).stem for word in settings if word.startswith("config=")
+    ]
+    names += [word for word in settings if "=" not in word]
+    name = "-".join(["tune", *(names or [DEFAULT_PRESET]), *re.findall(r"\w+", target)])
+    folder = Path(save or f"runs/{name}")
+    start(cache=False)
+
+    from rich.markup import escape
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
+
+    from minitext import terminal
+    from minitext.perf import tune_options
+
+    columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with terminal.bar(*columns) as bar:
+        task = bar.add_task(f"searching for {target}", total=budget)
+        search = tune_options.Search(
+            cfg, target, budget,
+            lambda what, done: bar.update(task, description=escape(what), completed=done),
+        )  # fmt: skip
+        with tune_options.Store(folder) as store:
+            try:
+                found = search.run(store)
+            except KeyboardInterrupt:
+                print(f"{folder} has all results; the same command goes on", file=sys.stderr)
+                raise
+    answer(found, as_json, tune_options.print_tuning)
+    if found.best.seconds is None:
         raise typer.Exit(3)
 
 

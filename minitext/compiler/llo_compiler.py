@@ -8,6 +8,7 @@ Chapters: 16.
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -83,12 +84,19 @@ def write_dump(module: bytes, chip: str, folder: Path) -> None:
         raise UserError(f"the compiler took more than {SECONDS} s for {chip}") from error
     if done.returncode == 0:
         return
-    said = done.stderr.strip().splitlines() or ["nothing"]
     for refusal in (UserError, DoesNotFit):
         if done.returncode == refusal.exit_code:
-            raise refusal(said[-1])
+            raise refusal(done.stderr.strip().splitlines()[-1])
+    raise UserError(f"{chip}: {why_it_stopped(done)}")
+
+
+def why_it_stopped(done: subprocess.CompletedProcess) -> str:
+    """Returns in one line how a process of the compiler crashed."""
+    if done.returncode == -signal.SIGKILL:
+        return "the compiler was killed, as a system does that runs out of memory"
+    said = done.stderr.strip().splitlines() or ["nothing"]
     crash = next((line for line in said if re.match(r"F\d{4} |.*Check failed", line)), said[-1])
-    raise UserError(f"the compiler for {chip} stopped with {done.returncode}: {crash[:300]}")
+    return f"the compiler stopped with {done.returncode}: {crash[:300]}"
 
 
 def _compile_file(chip: str, file: str) -> None:

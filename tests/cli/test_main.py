@@ -423,7 +423,15 @@ def ways_to_name_a_path():
                 continue
             if name in ("settings", "command"):
                 target = ["target=v5e:2x2"] * (
-                    names[0] in ("compile", "plan", "predict", "predict-serving", "quantized")
+                    names[0]
+                    in (
+                        "compile",
+                        "plan",
+                        "predict",
+                        "predict-serving",
+                        "quantized",
+                        "tune-options",
+                    )
                 )
                 words = [*given[name], f"config={ADDRESS}", *target]
             else:
