@@ -382,6 +382,8 @@ def _(fn, t):
             f"got {totals}, want three numbers of bytes",
             str(totals),
         )
+        kinds = sorted({type(x).__name__ for x in totals if not isinstance(x, (int, np.integer))})
+        t.equal(kinds, [], why="types of the bytes that aren't Python's int")
         got = tuple(int(x) for x in totals)
         want = right_state(params, scheme, 4)[1]
         t.equal(got, want, why=f"{scheme} on 4 devices: parameters, gradients, moments in bytes")
