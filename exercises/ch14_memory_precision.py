@@ -91,3 +91,21 @@ def fit_plan(sizes, seconds, memory, rows):
     """
     # YOUR CODE HERE
     raise NotImplementedError("14.fit_plan")
+
+
+# EXERCISE 14.groups
+def choose_groups(inputs, kept, times, memory):
+    """Choose the layers that run again, for the least time that fits.
+
+    Args:
+      inputs: bytes of each layer's input; a list of Python ints.
+      kept: bytes that each layer's backward pass needs, its input among them.
+      times: microseconds of each layer's forward pass, at most 300 in all.
+      memory: bytes that there are, a Python int.
+
+    Returns:
+      A list of groups (a, b) of the layers a to b - 1, from first to last;
+      None if no choice fits.
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("14.groups")

@@ -84,18 +84,38 @@ class Descent:
         return {"count": jnp.zeros((), jnp.int32), "mu": self.zeros(), "nu": self.zeros()}
 
 
-def adamw_by_numpy(grads, state, params, rate, decays, b1, b2, eps, weight_decay):
+def right_bracket(g, m, v, p, decay, eps):
+    """What the rate multiplies; m and v are corrected, and `decay` is 0 where nothing decays."""
+    return m / (np.sqrt(v) + eps) + decay * p
+
+
+WRONG_BRACKETS = {
+    "The gradient itself is where the corrected average m belongs": lambda g, m, v, p, decay, eps: (
+        g / (np.sqrt(v) + eps) + decay * p
+    ),
+    "Your decay makes parameters grow: it has the other sign": lambda g, m, v, p, decay, eps: (
+        m / (np.sqrt(v) + eps) - decay * p
+    ),
+    "Your decay multiplies the rest; the formula adds it": lambda g, m, v, p, decay, eps: (
+        m / (np.sqrt(v) + eps) * (1 + decay * p)
+    ),
+}
+
+
+def adamw_by_numpy(
+    grads, state, params, rate, decays, b1, b2, eps, weight_decay, bracket=right_bracket
+):
     """The update in float64; state is (t, mu, nu)."""
     wide = lambda x: np.asarray(x, np.float64)  # noqa: E731
     t, mu, nu = state
     mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * wide(g), mu, grads)
     nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * wide(g) ** 2, nu, grads)
 
-    def update(m, v, p, decay):
-        step = m / (1 - b1 ** (t + 1)) / (np.sqrt(v / (1 - b2 ** (t + 1))) + eps)
-        return -rate * (step + weight_decay * wide(p) * decay)
+    def update(g, m, v, p, decay):
+        m, v = m / (1 - b1 ** (t + 1)), v / (1 - b2 ** (t + 1))
+        return -rate * bracket(wide(g), m, v, wide(p), weight_decay * decay, eps)
 
-    return jax.tree.map(update, mu, nu, params, decays), (t + 1, mu, nu)
+    return jax.tree.map(update, grads, mu, nu, params, decays), (t + 1, mu, nu)
 
 
 def follow(fn, t, problem, updates, why, rate=0.01, **settings):
@@ -108,11 +128,20 @@ def follow(fn, t, problem, updates, why, rate=0.01, **settings):
     for number in range(1, updates + 1):
         grads = problem.draw()
         got, state = step(grads, state, params)
-        want, want_state = adamw_by_numpy(
-            grads, want_state, params, rate, problem.decays, **settings
+        numpy = functools.partial(
+            adamw_by_numpy, grads, want_state, params, rate, problem.decays, **settings
         )
-        why_here = f"update {number}, {why}"
-        t.close(got, want, rtol=2e-4, atol=2e-6 * rate, why=why_here, dtype=np.float32)
+        mistakes = {text: numpy(bracket=wrong)[0] for text, wrong in WRONG_BRACKETS.items()}
+        eps = settings["eps"] / math.sqrt(1 - settings["b2"] ** number)
+        text = "You add eps before you correct the root; it is added last"
+        mistakes[text] = numpy(eps=eps)[0]
+        if any(jax.tree.leaves(problem.decays)) and settings["weight_decay"]:
+            other = jax.tree.map(lambda d: not d, problem.decays)
+            text = "You let exactly those parameters decay where `decays` is False"
+            mistakes[text] = adamw_by_numpy(grads, want_state, params, rate, other, **settings)[0]
+        (want, want_state), why_here = numpy(), f"update {number}, {why}"
+        close = functools.partial(t.close, rtol=2e-4, atol=2e-6 * rate, dtype=np.float32)
+        close(got, want, why=why_here, mistakes=mistakes)
         params = jax.tree.map(lambda p, u: p + u, params, got)
 
 
@@ -123,8 +152,24 @@ def _(fn, t):
     zeros = jax.tree.map(jnp.zeros_like, grads)
     state = {"count": jnp.zeros((), jnp.int32), "mu": zeros, "nu": zeros}
     got, _ = fn(grads, state, grads, rate, {"b": False})
+    told = "you return (new state, updates); the updates come first"
+    t.true(not (isinstance(got, dict) and "count" in got), why=told)
     want = -rate * np.sign(grads["b"])
-    t.close(got["b"], want, rtol=1e-4, why="m / sqrt(v) is the gradient's sign at t = 1")
+    root = np.sqrt(np.abs(grads["b"]))
+    mistakes = {
+        "You correct m and leave v as it is": want / math.sqrt(0.05),
+        "You correct v and leave m as it is": want * 0.1,
+        "You take the root of v before you correct it": want * math.sqrt(0.05),
+        "You give the old moment the share 1 - b, and what is new the share b": want
+        * 9
+        / math.sqrt(19),
+        "You correct v with b1; it has b2": want * math.sqrt(2),
+        "You correct m with b2; it has b1": want * 2,
+        "Your v averages |g|; it is the average of g^2": want * root,
+        "Your parameter decays, although `decays` is False": want - rate * 0.1 * grads["b"],
+    }
+    why = "m / sqrt(v) is the gradient's sign at t = 1"
+    t.close(got["b"], want, rtol=1e-4, why=why, mistakes=mistakes)
 
 
 @adamw.check("five updates without decay")
@@ -1229,11 +1274,35 @@ def skips(t, fn, norms, skipped, window, factor, patience, spoil=None):
         grads[i]["w"][1, int(t.rng.integers(3))] = value
     updates, _, _ = steps_of(fn, grads, window, factor, patience)
     got = [np.concatenate([np.ravel(u["w"]), np.ravel(u["b"]["gain"])]) for u in updates]
-    want = replay(grads, skipped)
-    why = f"updates of {len(norms)} steps with norms {norms}; skipped are those with a 1 here: {skipped}"
-    t.close(
-        np.array(got), want, rtol=1e-5, atol=1e-6, why=f"window {window}, factor {factor}: {why}"
-    )
+    got, want = np.array(got), replay(grads, skipped)
+    why = f"norms {norms}, window {window}, factor {factor}, patience {patience}"
+    run = norms, skipped, window, factor, patience, spoil or {}
+    t.close(got, want, rtol=1e-5, atol=1e-6, why=f"{why}. {first_wrong_step(got, want, *run)}")
+
+
+def first_wrong_step(got, want, norms, skipped, window, factor, patience, spoil):
+    """Which step is the first with wrong updates, and why it is skipped or not."""
+    off = [not np.allclose(g, w, rtol=1e-5, atol=1e-6) for g, w in zip(got, want, strict=True)]
+    if not any(off):
+        return ""
+    i = off.index(True)
+    known = [norm for norm, skip_it in zip(norms[:i], skipped, strict=False) if not skip_it]
+    last, in_a_row = known[-window:], skipped[:i][::-1].index(0) if 0 in skipped[:i] else i
+    reason = f"only {len(known)} norms are known and the window has {window}"
+    if i in spoil:
+        reason = "its gradient isn't finite"
+    elif in_a_row >= patience:
+        reason = f"the last {in_a_row} steps were skipped and its norm is finite"
+    elif len(known) >= window:
+        compared = "is" if norms[i] > factor * np.median(last) else "isn't"
+        reason = f"its norm {compared} greater than {factor} times the median of {last}"
+    if skipped[i]:
+        return f"Step {i} (counted from 0) must be skipped: {reason}"
+    if not got[i].any():
+        return f"Step {i} (counted from 0) mustn't be skipped: {reason}"
+    before = [j for j in range(i) if skipped[j]]
+    trace = f" The inner optimizer must not have seen steps {before}" if before else ""
+    return f"Step {i} (counted from 0) isn't skipped, but its updates are wrong.{trace}"
 
 
 @skip.check("ordinary steps")

@@ -139,7 +139,9 @@ def _(fn, t):
     logits, targets, mask = text_batch(t, (3, 6, 10))
     logits = logits.at[..., 8:].set(-jnp.inf)
     want, grad = nll_by_numpy(logits, targets := targets % 8, mask != 0)
-    t.close(fn(logits, targets, mask)[0], want, rtol=1e-5, why="the sum")
+    told = "0 times -inf is NaN: select the target's logit, don't multiply the others by 0"
+    total = fn(logits, targets, mask)[0]
+    t.close(total, want, rtol=1e-5, why="the sum", mistakes={told: np.nan})
     t.close(loss_gradient(fn, logits, targets, mask), grad, atol=1e-5, why="the gradient")
 
 
@@ -898,10 +900,11 @@ def _(fn, t):
     for microbatches in (1, 16):
         run = lambda p, b, n=microbatches: fn(model.loss_sum, p, b, n)  # noqa: E731
         size[microbatches] = t.temp_bytes(run, model.params, batch)
-    t.true(
-        size[16] < 0.5 * size[1],
-        why=f"temporary memory: {size[1]:,} bytes for 1 microbatch, {size[16]:,} for 16",
-    )
+    jaxpr = jax.make_jaxpr(run)(model.params, batch).jaxpr
+    steps = " and ".join(str(eqn.params["length"]) for eqn in scans(jaxpr))
+    why = f"temporary memory: {size[1]:,} bytes for 1 microbatch, {size[16]:,} for 16"
+    why += f"; your scans have {steps} steps for 16 microbatches of 4 rows"
+    t.true(size[16] < 0.5 * size[1], why=why)
 
 
 @accumulate.check("one microbatch's gradient at a time")
@@ -1584,6 +1587,58 @@ class NoisyFit:
 
 def to_numpy(tree):
     return jax.tree.map(np.array, tree)
+
+
+@rerun.check("rows and key of each step")
+def _(fn, t):
+    R = int(t.rng.integers(9, 12))
+    rows = np.arange(R, dtype=np.float32)[:, None]
+    seed = int(t.rng.integers(1000))
+
+    def of_rows(params, rows, key):
+        return jnp.sum(rows[:, 0] * 16.0 ** jnp.arange(len(rows))) + 0 * params["w"]
+
+    def of_key(params, rows, key):
+        return jax.random.uniform(key) + 0 * params["w"]
+
+    np.random.seed(int(t.rng.integers(1000)))  # an answer that draws from it is recognised
+    losses = fn(of_rows, optax.sgd(0.1), {"w": jnp.zeros(())}, rows, seed, 4)[0]
+    t.equal(len(losses), 4, why="the number of losses")
+    orders = [np.random.default_rng([seed, e]).permutation(R) for e in (0, 1)]
+    want = [orders[i // (R // 4)][4 * (i % (R // 4)) :][:4].tolist() for i in range(4)]
+    got = [[int(x) // 16**j % 16 for j in range(4)] for x in np.nan_to_num(losses)]
+    off = [i for i in range(4) if got[i] != want[i]]
+    why = f"step {off[0]} takes the rows {got[off[0]]} of {R}, want {want[off[0]]}" if off else ""
+    t.true(not off, why=why, observed=np.array(got))
+    keys = fn(of_key, optax.sgd(0.1), {"w": jnp.zeros(())}, rows, seed, 4)[0]
+    key, folded = jax.random.key(seed), jax.random.fold_in
+    want = [float(jax.random.uniform(folded(key, i))) for i in range(4)]
+    mistakes = {
+        "Every step has the key of the seed": [float(jax.random.uniform(key))] * 4,
+        "Each step has the key of the next one": [
+            *want[1:],
+            float(jax.random.uniform(folded(key, 4))),
+        ],
+        "The keys count the steps of an epoch": [want[i % (R // 4)] for i in range(4)],
+        "The keys are those of the epochs": [want[i // (R // 4)] for i in range(4)],
+        "Each key is split off the one before": split_off(key, 4, 0),
+        "Each key is a part of the one before": split_off(key, 4, 1),
+        "The seed's key is split into as many as there are steps": [
+            float(jax.random.uniform(part)) for part in jax.random.split(key, 4)
+        ],
+    }
+    why = f"numbers drawn from the keys of four steps, seed {seed}"
+    t.close(keys, want, why=why, mistakes=mistakes)
+
+
+def split_off(key, steps, own):
+    """Numbers from keys that are split off one after another; `own` says which half the step has."""
+    drawn = []
+    for _ in range(steps):
+        halves = jax.random.split(key)
+        key = halves[1 - own]
+        drawn.append(float(jax.random.uniform(halves[own])))
+    return drawn
 
 
 @rerun.check("the steps are those that seed and number define")

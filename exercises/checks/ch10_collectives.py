@@ -92,6 +92,8 @@ def wrong_part(got, x, run):
         codes = np.broadcast_to(8.0 ** np.arange(n)[:, None], x.shape).astype(np.float32)
         code = run(codes).reshape(n, n, -1)[device, part, 0]
         counts = f"{round(float(code)) % 8**n:0{n}o}"[::-1]
+        if counts == "1" * n:
+            return f"{where} has numbers of each device once, but in other places"
         added = [f"{count} x device {d}" for d, count in enumerate(counts) if count != "0"]
         return f"{where} is made of {', '.join(added) or 'nothing'}; want each device once"
     return ""

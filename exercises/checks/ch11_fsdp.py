@@ -382,6 +382,8 @@ def _(fn, t):
             f"got {totals}, want three numbers of bytes",
             str(totals),
         )
+        kinds = sorted({type(x).__name__ for x in totals if not isinstance(x, (int, np.integer))})
+        t.true(not kinds, f"the bytes have the type {', '.join(kinds)}; want Python ints", kinds)
         got = tuple(int(x) for x in totals)
         want = right_state(params, scheme, 4)[1]
         t.equal(got, want, why=f"{scheme} on 4 devices: parameters, gradients, moments in bytes")
@@ -860,10 +862,13 @@ def sent_as(got, cut, whole, n):
 
 def costs_agree(t, fn, cut, whole, n, M, why):
     for scheme in CUT:
+        numbers = fn(cut, whole, n, scheme, M)
+        t.equal(len(numbers), 4, why=f"how many numbers are returned, {scheme}")
+        kinds = sorted({type(x).__name__ for x in numbers if not isinstance(x, int)})
+        t.true(not kinds, f"{scheme}: {', '.join(kinds)} among the results; want four ints", kinds)
         # As text: the numbers may be too large for an array.
-        got, want = (
-            [f"{int(x):,}" for x in f(cut, whole, n, scheme, M)] for f in (fn, right_costs)
-        )
+        right = right_costs(cut, whole, n, scheme, M)
+        got, want = ([f"{int(x):,}" for x in found] for found in (numbers, right))
         told = f"{scheme}, {why}: {cut:,} + {whole:,} parameters on {n} devices, {M} microbatches"
         names = "parameters", "gradients", "optimizer state"
         for name, g, w in zip(names, got, want, strict=False):

@@ -1,3 +1,4 @@
+import functools
 import math
 import re
 from functools import partial
@@ -1279,3 +1280,461 @@ def smallest(sizes, seconds, memory, rows):
 @fit_plan.mutant("You try only powers of two. M can be any divisor of `rows`, 3 and 5 among them.")
 def powers_of_two(sizes, seconds, memory, rows):
     return all_plans(sizes, seconds, memory, rows, steps={2**k for k in range(20)})
+
+
+# ------------------------------------------------------------------------------------- groups
+
+groups = Exercise(
+    "14.groups",
+    title="Which layers to compute again",
+    function="choose_groups",
+    minutes=40,
+    points=20,
+    seconds=20.0,
+    statement="""
+The layers of a stack aren't all alike. You can put `jax.checkpoint` around any group of neighbouring layers, and leave
+other layers as they are. Write `choose_groups(inputs, kept, times, memory)`, which returns the groups that fit into
+`memory` and take the least time, or None if no choice fits.
+
+For its backward pass, layer i needs `kept[i]` bytes; its input is `inputs[i]` of them. Its forward pass takes
+`times[i]` microseconds. A group `(a, b)` has the layers `a` to `b - 1`, at least one.
+
+- In the forward pass, a group keeps the input of its first layer, and a layer outside all groups keeps all its bytes.
+  Nothing is given back before the backward pass, which goes from the last layer to the first.
+- When the backward pass comes to a group, the group runs again, which takes the times of all its layers. Then the
+  bytes that all its layers need are in memory at once. The input of its first layer is one part of them, so don't
+  count it twice.
+- At that moment, what earlier layers and groups keep is in memory too. Nothing is left of what comes after the group.
+- The peak is the largest number of bytes at any moment: at the end of the forward pass, or when a group has run again.
+  It must be at most `memory`.
+
+Return a list of tuples `(a, b)` from first to last; it's empty if nothing has to run again. If several choices take
+the least time, any of them will do.
+
+An example: with four layers, `inputs = [1, 1, 1, 1]`, `kept = [10, 10, 10, 10]`, `times = [3, 1, 2, 3]` and
+`memory = 24`, the answer is `[(1, 2), (2, 3)]`. The forward pass ends with 10 + 1 + 1 + 10 bytes, and layers 1 and 2
+take 3 microseconds again. One group `(1, 3)` would keep a byte less, but need 10 + 20 bytes when it runs again.
+
+All numbers are Python integers. Bytes may have twelve digits, but there are at most 30 layers, and all their times
+together are at most 300. There are far too many choices to try them all.
+""",
+    hints=(
+        "Go through the layers from first to last. What must you know about your choices for the "
+        "layers before `a` to decide whether the group `(a, b)` fits? Not which groups they are.",
+        "Only two numbers count: the bytes that the layers before `a` keep, and the time of what "
+        "runs again. Of two choices with the same time, the one that keeps more is never better. "
+        "So for each layer and each time up to 300 it's enough to remember one choice.",
+        "`least[a]` maps a time to (bytes, groups), and `least[0]` is `{0: (0, [])}`. From each "
+        "entry go to `least[a + 1]` with `kept[a]` more bytes, and to every `least[b]` with "
+        "`inputs[a]` more bytes, if bytes plus `sum(kept[a:b])` is at most memory. The answer is "
+        "the entry of `least[L]` with the least time, among those with at most `memory` bytes.",
+    ),
+)
+
+
+@functools.cache
+def choices(L):
+    """All choices of groups among L layers; there are 89 for five."""
+    if L == 0:
+        return ((),)
+    grouped = [(*before, (a, L)) for a in range(L) for before in choices(a)]
+    return (*choices(L - 1), *grouped)
+
+
+def moments(
+    found, inputs, kept, times, *, keeps="first", before=True, after=False, twice=False, end=True,
+    inside=sum, price=sum,
+):  # fmt: skip
+    """The time of what runs again, and (bytes, moment) of all moments that can be the peak."""
+    past, at, held, spent, seen = dict(found), 0, 0, 0, []
+    while at < len(kept):
+        if at not in past:
+            held += kept[at]
+            at += 1
+            continue
+        group = slice(at, past[at])
+        need = inside(kept[group]) + (inputs[at] if twice else 0) + (held if before else 0)
+        seen.append((need, f"when {(at, past[at])} has run again"))
+        own = {"first": inputs[at : at + 1], "last": inputs[group][-1:], "all": inputs[group]}
+        held += sum(own.get(keeps, []))
+        spent += price(times[group])
+        at = past[at]
+    if after:
+        seen = [(size + held, when) for size, when in seen]
+    if end:
+        seen.append((held, "at the end of the forward pass"))
+    return spent, seen
+
+
+def least_by_trying(
+    inputs, kept, times, memory, *, allowed=choices, strict=False, small=False, **mistake
+):
+    """The choice of the least time that fits, by trying all of them; with a mistake if that is asked for."""
+    found = []
+    if len(kept) > 5:  # a wrong answer gives up where this would take years
+        return None
+    for number, choice in enumerate(allowed(len(kept))):
+        spent, seen = moments(choice, inputs, kept, times, **mistake)
+        peak = max((size for size, _ in seen), default=0)
+        if peak < memory or (peak == memory and not strict):
+            found.append(((peak if small else spent), number, list(choice)))
+    return min(found)[2] if found else None
+
+
+def least_time(inputs, kept, times, memory):
+    """The least time of a choice that fits, or None: for each time, the least bytes that are kept."""
+    least = [{0: 0}, *({} for _ in kept)]
+    for a, entries in enumerate(least[:-1]):
+        for spent, held in entries.items():
+            reached = [(a + 1, spent, held + kept[a])]
+            for b in range(a + 1, len(kept) + 1):
+                if held + sum(kept[a:b]) <= memory:
+                    reached.append((b, spent + sum(times[a:b]), held + inputs[a]))
+            for b, time, size in reached:
+                least[b][time] = min(size, least[b].get(time, size))
+    return min((time for time, held in least[-1].items() if held <= memory), default=None)
+
+
+def malformed(got, L):
+    """What is wrong with the form of an answer for L layers, or ""."""
+    if got is None:
+        return ""
+    if not isinstance(got, (list, tuple)):
+        return f"got {got}, want a list of tuples (a, b), or None"
+    past = 0
+    for group in got:
+        if not isinstance(group, (list, tuple)) or len(group) != 2:
+            return f"got {got}, want a list of tuples (a, b)"
+        if not all(isinstance(x, (int, np.integer)) for x in group):
+            return f"got {got}, want a list of tuples of integers"
+        a, b = group
+        if a >= b:
+            return f"{tuple(group)} in {got} has no layer: (a, b) has the layers a to b - 1"
+        if a < 0 or b > L:
+            return f"{tuple(group)} in {got} has a layer that isn't one of 0 to {L - 1}"
+        if a < past:
+            return f"{tuple(group)} in {got} begins before the end of the group before it"
+        past = b
+    return ""
+
+
+def told_of(choice, inputs, kept, times):
+    """What a choice costs, in words."""
+    spent, seen = moments(choice, inputs, kept, times)
+    size, when = max(seen)
+    return f"{list(choice)} takes {spent} microseconds, and its peak is {size:,} bytes, {when}"
+
+
+def chosen(t, fn, *cases):
+    """A case is (inputs, kept, times, memory, why). All answers are observed: two mistakes often agree on one."""
+    seen, text = [], ""
+    for inputs, kept, times, memory, why in cases:
+        got = fn(list(inputs), list(kept), list(times), memory)
+        form = malformed(got, len(kept))
+        t.true(not form, form, observed=form.split(f"{got}")[-1])
+        spent, found = (None, [(0, "")]) if got is None else moments(got, inputs, kept, times)
+        over, least = max(0, max(found)[0] - memory), least_time(inputs, kept, times, memory)
+        seen.append((-1 if spent is None else spent, over))
+        if text or (spent == least and not over):
+            continue
+        stack = inputs, kept, times
+        text = f"{why}: inputs {inputs}, kept {kept}, times {times}, memory {memory:,}. Got "
+        text += "None" if got is None else told_of(got, *stack)
+        if least is None:
+            text += ". No choice fits"
+        elif len(kept) <= 5:
+            text += f". Better: {told_of(least_by_trying(*stack, memory), *stack)}"
+        else:
+            text += f". The least time of a choice that fits is {least}"
+    t.true(not text, text, observed=np.array(seen, float))
+
+
+def draw_layers(t, L, large=1):
+    inputs = t.rng.integers(3, 20, L) * large + t.rng.integers(large)
+    kept = inputs + t.rng.integers(10, 90, L) * large
+    return inputs.tolist(), kept.tolist(), t.rng.integers(1, 300 // L, L).tolist()
+
+
+def peaks(inputs, kept, times):
+    """The peaks of all choices, from the least; it needn't be the peak of a good one."""
+    all_of_them = (moments(choice, inputs, kept, times)[1] for choice in choices(len(kept)))
+    return sorted({max(seen)[0] for seen in all_of_them})
+
+
+@groups.check("everything fits")
+def _(fn, t):
+    cases = []
+    for L in (1, 3, 5):
+        stack = draw_layers(t, L)
+        for more in (0, 1, 10**12):
+            why = "all that the layers keep, and {more:,} bytes more"
+            cases.append((*stack, sum(stack[1]) + more, why.format(more=more)))
+    chosen(t, fn, *cases)
+
+
+@groups.check("nothing fits")
+def _(fn, t):
+    cases = []
+    for L in (1, 2, 5):
+        stack = draw_layers(t, L)
+        cases.append((*stack, max(stack[1]) - 1, "not even enough for the largest layer"))
+        cases.append((*stack, peaks(*stack)[0] - 1, "a byte less than any choice needs"))
+    chosen(t, fn, *cases)
+
+
+@groups.check("two layers, with every memory that matters")
+def _(fn, t):
+    cases = []
+    for _ in range(3):
+        stack = draw_layers(t, 2)
+        for peak in peaks(*stack):
+            cases += [(*stack, peak, "two layers"), (*stack, peak - 1, "two layers, a byte less")]
+    chosen(t, fn, *cases)
+
+
+@groups.check("three layers, with every memory that matters")
+def _(fn, t):
+    cases = []
+    for _ in range(2):
+        stack = draw_layers(t, 3)
+        for peak in peaks(*stack):
+            cases += [(*stack, peak, "three layers"), (*stack, peak - 1, "three layers")]
+    chosen(t, fn, *cases)
+
+
+@groups.check("large inputs, which make groups of several layers worth it")
+def _(fn, t):
+    cases = []
+    for _ in range(3):
+        inputs = t.rng.integers(30, 60, 5)
+        kept = inputs + t.rng.integers(1, 20, 5)
+        stack = inputs.tolist(), kept.tolist(), t.rng.integers(1, 50, 5).tolist()
+        found = peaks(*stack)
+        cases += [
+            (*stack, found[int(k)], "five layers") for k in t.rng.integers(0, len(found) // 2, 4)
+        ]
+    chosen(t, fn, *cases)
+
+
+@groups.check("five layers, any memory")
+def _(fn, t):
+    cases = []
+    for _ in range(4):
+        stack = draw_layers(t, 5)
+        found = peaks(*stack)
+        cases += [(*stack, found[int(k)], "five layers") for k in t.rng.integers(0, len(found), 4)]
+    chosen(t, fn, *cases)
+
+
+@groups.check("twelve digits")
+def _(fn, t):
+    cases = []
+    for L in (4, 5):
+        stack = draw_layers(t, L, large=10**9 + 7)
+        found = peaks(*stack)
+        cases += [(*stack, found[int(k)], "large") for k in t.rng.integers(0, len(found), 3)]
+    chosen(t, fn, *cases)
+
+
+@groups.check("thirty layers")
+def _(fn, t):
+    inputs, kept, _ = draw_layers(t, 30, large=1001)
+    times = t.rng.permutation(np.arange(30) % 10 + 5)  # 285 in all
+    stack = inputs, kept, times.tolist()
+    cases = [
+        (*stack, int(share * sum(kept)), f"{share:.0%} of what all layers keep")
+        for share in (0.2, 0.5)
+    ]
+    chosen(t, fn, *cases)
+
+
+def mistaken_choice(name, hint, fn=None, **mistake):
+    def mutant(inputs, kept, times, memory):
+        return least_by_trying(inputs, kept, times, memory, **mistake)
+
+    mutant = fn or mutant
+    mutant.__name__ = name
+    groups.mutant(hint)(mutant)
+
+
+mistaken_choice(
+    "input_counted_twice",
+    "When a group runs again, you count its first layer's input twice: it's one of the bytes that this layer needs.",
+    twice=True,
+)
+mistaken_choice(
+    "earlier_layers_forgotten",
+    "When a group runs again, what the layers before it keep is still in memory. You count only the group.",
+    before=False,
+)
+mistaken_choice(
+    "later_layers_counted",
+    "When a group runs again, you count what all layers keep, those after the group too. Their backward pass is over, "
+    "so nothing is left of them.",
+    after=True,
+    before=False,
+)
+mistaken_choice(
+    "end_forgotten",
+    "You look only at the moments when a group runs again. At the end of the forward pass all that is kept must "
+    "fit as well.",
+    end=False,
+)
+NEVER_LONGER = (
+    "In your count, a group of several layers never pays. Either you try only single layers, or you keep the input of "
+    "every layer in a group. One `jax.checkpoint` around a group keeps only its first layer's."
+)
+mistaken_choice("every_input_kept", NEVER_LONGER, keeps="all")
+mistaken_choice(
+    "single_layers",
+    NEVER_LONGER,
+    allowed=lambda L: [c for c in choices(L) if all(b == a + 1 for a, b in c)],
+)
+mistaken_choice(
+    "last_input_kept",
+    "You keep the input of a group's last layer. To run the group again one needs that of its first.",
+    keeps="last",
+)
+mistaken_choice(
+    "nothing_kept",
+    "Your groups keep nothing in the forward pass. Each keeps the input of its first layer, or it couldn't run again.",
+    keeps="nothing",
+)
+mistaken_choice(
+    "layer_after_layer",
+    "When a group runs again, you count only its largest layer. All its layers' bytes are in memory at once: that's "
+    "the price of a group.",
+    inside=max,
+)
+mistaken_choice(
+    "strict",
+    "You refuse a choice whose peak is exactly `memory`. A peak of at most `memory` fits.",
+    strict=True,
+)
+mistaken_choice(
+    "least_memory",
+    "You return the choice with the lowest peak. Return the one with the least time among those that fit.",
+    small=True,
+)
+mistaken_choice(
+    "first_layer_paid",
+    "You count the time of a group's first layer alone. The whole group runs again.",
+    price=lambda times: times[0],
+)
+mistaken_choice(
+    "fewest_layers",
+    "You look for the fewest layers that run again. Their times differ: look for the least time.",
+    price=len,
+)
+mistaken_choice(
+    "fewest_groups",
+    "You look for the fewest groups. What counts is the time of all layers in them.",
+    price=lambda times: 1,
+)
+mistaken_choice(
+    "one_group",
+    "You try only one group. There may be several, with other layers between them.",
+    allowed=lambda L: [c for c in choices(L) if len(c) < 2],
+)
+mistaken_choice(
+    "every_layer_in_a_group",
+    "You put every layer into a group. A layer outside all groups keeps its bytes and doesn't run again.",
+    allowed=lambda L: [c for c in choices(L) if sum(b - a for a, b in c) == L],
+)
+mistaken_choice(
+    "first_layer_left_out",
+    "Your groups never have the first layer, layer 0. It can run again like the others.",
+    allowed=lambda L: [c for c in choices(L) if not c or c[0][0] > 0],
+)
+
+
+def empty_if_nothing_fits(inputs, kept, times, memory):
+    found = least_by_trying(inputs, kept, times, memory)
+    return [] if found is None else found
+
+
+mistaken_choice(
+    "empty_if_nothing_fits",
+    "You return an empty list if no choice fits. It says that the stack fits as it is: return None.",
+    empty_if_nothing_fits,
+)
+
+
+def last_layer_named(inputs, kept, times, memory):
+    found = least_by_trying(inputs, kept, times, memory)
+    return found and [(a, b - 1) for a, b in found]
+
+
+mistaken_choice(
+    "last_layer_named",
+    "Your groups end with their last layer. `(a, b)` has the layers a to b - 1, as in a slice.",
+    last_layer_named,
+)
+
+
+def from_last_to_first(inputs, kept, times, memory):
+    found = least_by_trying(inputs, kept, times, memory)
+    return found and found[::-1]
+
+
+mistaken_choice(
+    "from_last_to_first",
+    "Your groups come from last to first. Return them from first to last.",
+    from_last_to_first,
+)
+
+
+def one_entry_a_layer(inputs, kept, times, memory, best):
+    """Goes through the layers as the solution does, but remembers a single choice for each."""
+    least = [[] for _ in range(len(kept) + 1)]
+    least[0] = [(0, 0, [])]
+    for a, entries in enumerate(least[:-1]):
+        for held, spent, found in sorted(entries, key=best)[:1]:
+            if held + kept[a] <= memory:
+                least[a + 1].append((held + kept[a], spent, found))
+            for b in range(a + 1, len(kept) + 1):
+                if held + sum(kept[a:b]) <= memory:
+                    spent_b = spent + sum(times[a:b])
+                    least[b].append((held + inputs[a], spent_b, [*found, (a, b)]))
+    fits = [entry for entry in least[-1] if entry[0] <= memory]
+    return min(fits, key=lambda entry: entry[1])[2] if fits else None
+
+
+def fastest_only(inputs, kept, times, memory):
+    return one_entry_a_layer(inputs, kept, times, memory, lambda e: (e[1], e[0]))
+
+
+def smallest_only(inputs, kept, times, memory):
+    return one_entry_a_layer(inputs, kept, times, memory, lambda e: (e[0], e[1]))
+
+
+mistaken_choice(
+    "fastest_only",
+    "For each layer you go on only with the choice of the least time so far. A slower one that keeps less may be the "
+    "only one that leaves room for what follows.",
+    fastest_only,
+)
+mistaken_choice(
+    "smallest_only",
+    "For each layer you go on only with the choice that keeps least so far. One that keeps more may fit as well, and "
+    "take less time.",
+    smallest_only,
+)
+
+
+def cheapest_bytes_first(inputs, kept, times, memory):
+    """Greedy: one layer after another, by time for each byte saved."""
+    order = sorted(range(len(kept)), key=lambda i: times[i] / (kept[i] - inputs[i]))
+    for count in range(len(kept) + 1):
+        found = [(i, i + 1) for i in sorted(order[:count])]
+        if max(moments(found, inputs, kept, times)[1])[0] <= memory:
+            return found
+    return None
+
+
+mistaken_choice(
+    "cheapest_bytes_first",
+    "You add layers in the order of time for each byte saved until it fits. The last one added may save far more than "
+    "is missing, and longer groups are never tried.",
+    cheapest_bytes_first,
+)

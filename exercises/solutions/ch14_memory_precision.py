@@ -170,3 +170,43 @@ def fit_plan(sizes, seconds, memory, rows):
                     best = (time, (remat, M, offload))
     return None if best is None else best[1]
     # END SOLUTION
+
+
+# EXERCISE 14.groups
+def choose_groups(inputs, kept, times, memory):
+    """Choose the layers that run again, for the least time that fits.
+
+    Args:
+      inputs: bytes of each layer's input; a list of Python ints.
+      kept: bytes that each layer's backward pass needs, its input among them.
+      times: microseconds of each layer's forward pass, at most 300 in all.
+      memory: bytes that there are, a Python int.
+
+    Returns:
+      A list of groups (a, b) of the layers a to b - 1, from first to last;
+      None if no choice fits.
+    """
+    # BEGIN SOLUTION
+    L = len(kept)
+    # least[a]: for each time, the choice for layers before a that keeps the
+    # fewest bytes. One that keeps more in the same time is never better.
+    least = [{} for _ in range(L + 1)]
+    least[0][0] = (0, [])
+    for a in range(L):
+        for time, (held, groups) in least[a].items():
+            reached = [(a + 1, time, held + kept[a], groups)]
+            again = held
+            for b in range(a + 1, L + 1):
+                again += kept[b - 1]
+                if again > memory:
+                    break
+                spent = time + sum(times[a:b])
+                more = [*groups, (a, b)]
+                reached.append((b, spent, held + inputs[a], more))
+            for b, spent, size, found in reached:
+                if size > memory:
+                    continue
+                if spent not in least[b] or size < least[b][spent][0]:
+                    least[b][spent] = size, found
+    return least[L][min(least[L])][1] if least[L] else None
+    # END SOLUTION
