@@ -19,7 +19,7 @@ adapters' weights, so that none is compiled for an adapter.
 Sources: Yu et al. 2022 (Orca) for batches by iteration, Kwon et al. 2023 (vLLM) for pages and preemption, Agrawal et
 al. 2024 (Sarathi-Serve) for prompts in parts.
 
-Chapters: 24, 26.
+Chapters: 24, 25, 26.
 """
 
 import contextlib

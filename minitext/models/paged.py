@@ -17,7 +17,7 @@ whether its text was computed at once, in parts, or with another's pages.
 
 States of linear attention don't grow, so they have slots rather than pages, and slot 0 is the one of padding.
 
-Chapters: 24.
+Chapters: 24, 25.
 """
 
 import math
