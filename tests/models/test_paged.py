@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from minitext.models.paged import CACHE_DTYPES, PagedKVCache, Paging, _narrowed, page_dtype
-from tests.conftest import audit_but
 
 K, P, S, H, N = 2, 5, 8, 16, 4
 # Half a step of each format: of int8 in scales, of e4m3's four binary digits in parts of the number.
@@ -39,7 +38,8 @@ def test_programs_attend_to_what_pages_hold(kind, dtype):
         assert np.all(np.abs(off - exact) <= bound)
 
 
-@pytest.mark.parametrize("kind", audit_but(["int8"], CACHE_DTYPES))
+@pytest.mark.audit
+@pytest.mark.parametrize("kind", CACHE_DTYPES)
 def test_attention_is_off_by_no_more_than_its_keys_and_values(kind):
     """A prompt in two parts, and then a token, against attention to what was never rounded."""
     T = 20
