@@ -11,7 +11,7 @@ import sys
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -33,7 +33,7 @@ from minitext.cli.arguments import (
 from minitext.config.sections import MeshConfig
 from minitext.distributed.devices import simulate_for
 from minitext.errors import UserError
-from minitext.terminal import of_slow_work
+from minitext.terminal import of_slow_work, show_bytes
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -61,6 +61,10 @@ ApiKey = Annotated[
 MaxModelLen = Annotated[
     int, typer.Option(min=0, help="tokens of a text, prompt included; 0: as the model was trained")
 ]
+KvCacheDtype = Annotated[
+    Literal["auto", "int8", "fp8"],
+    typer.Option(help="type of what the cache holds; auto: the compute type"),
+]
 MaxTokensInFlight = Annotated[
     int, typer.Option(min=0, help="tokens of all these together; 0: what memory allows")
 ]
@@ -87,8 +91,8 @@ ToServe = Annotated[
 # Options that only one kind of server has.
 OF_ARTEFACTS = "max_batch", "max_wait_ms", "max_body_mb"
 OF_RUNS = (
-    "served_model_name", "adapter", "max_model_len", "max_num_seqs", "max_tokens_in_flight", "tensor_parallel_size",
-    "data_parallel_size", "speculate", "warm_up",
+    "served_model_name", "adapter", "max_model_len", "max_num_seqs", "max_tokens_in_flight", "kv_cache_dtype",
+    "tensor_parallel_size", "data_parallel_size", "speculate", "warm_up",
 )  # fmt: skip
 
 Adapters = Annotated[
@@ -115,6 +119,7 @@ def serve(
         int, typer.Option(min=1, max=256, help="texts that a replica continues at once")
     ] = 32,
     max_tokens_in_flight: MaxTokensInFlight = 0,
+    kv_cache_dtype: KvCacheDtype = "auto",
     tensor_parallel_size: Annotated[
         int, typer.Option(min=1, max=1024, help="devices that share each copy of the model")
     ] = 1,
@@ -157,7 +162,7 @@ def serve(
 
     options = EngineOptions(
         max_sequences=max_num_seqs, max_waiting=max_queue, cache_tokens=max_tokens_in_flight,
-        max_length=max_model_len, speculate=speculate,
+        max_length=max_model_len, speculate=speculate, cache_dtype=kv_cache_dtype,
     )  # fmt: skip
     name = served_model_name or Path(directory).resolve().name
     adapters = _adapters(adapter or [], Path(directory), name)
@@ -166,7 +171,7 @@ def serve(
         served.engine.warm_up(warm_up, lambda done, whole: told(done / max(whole, 1)))
     served.engine.start()
     http_server.listen(listening)
-    _say_how(listening, served, step)
+    _say_how(listening, served, step, kv_cache_dtype)
     http_server.serve(server.Server(served, drain_seconds), listening)
 
 
@@ -342,6 +347,7 @@ def predict(
     prompt: Annotated[
         int, typer.Option(min=2, max=2**20, help="tokens of a new text's prompt")
     ] = 1024,
+    kv_cache_dtype: KvCacheDtype = "auto",
     compiled: Annotated[
         bool, typer.Option("--compile", help="compile the engine's programs for the target too")
     ] = False,
@@ -359,8 +365,8 @@ def predict(
     from minitext.perf import serving
 
     found = serving.predict_serving(
-        cfg, target, texts=texts, context=context, prompt=prompt, compile=compiled
-    )
+        cfg, target, texts=texts, context=context, prompt=prompt, cache_dtype=kv_cache_dtype, compile=compiled
+    )  # fmt: skip
     answer(found, as_json, serving.print_serving)
     if not found.fits:
         raise typer.Exit(3)
@@ -453,11 +459,17 @@ def _mesh(sizes: MeshConfig) -> "Mesh | None":
     return make_mesh(sizes, jax.devices()[:count])
 
 
-def _say_how(listening: socket.socket, served: "Served", step: int) -> None:
+def _say_how(listening: socket.socket, served: "Served", step: int, kv_cache_dtype: str) -> None:
     found, port = listening.getsockname()[:2]
     address = f"http://{f'[{found}]' if ':' in found else found}:{port}"
     print(
         f"step {step} of {served.name} is served at {address}; the page to try it is {address}/",
+        file=sys.stderr,
+    )
+    usage = served.engine.usage()
+    print(
+        f"its cache ({kv_cache_dtype}) has room for {usage.cache_tokens:,} tokens and takes "
+        f"{show_bytes(usage.cache_bytes)}",
         file=sys.stderr,
     )
     chats = served.chat.template is not None

@@ -19,7 +19,7 @@ adapters' weights, so that none is compiled for an adapter.
 Sources: Yu et al. 2022 (Orca) for batches by iteration, Kwon et al. 2023 (vLLM) for pages and preemption, Agrawal et
 al. 2024 (Sarathi-Serve) for prompts in parts.
 
-Chapters: 24, 26.
+Chapters: 24, 25, 26.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, SingleDeviceSharding
 
 from minitext import hardware
-from minitext.config.model import ModelConfig, MoEConfig
+from minitext.config.model import DeltaNetConfig, ModelConfig, MoEConfig
 from minitext.config.section import cached
 from minitext.errors import UserError
 from minitext.inference.cpu_decode import row_parts
@@ -50,7 +50,7 @@ from minitext.inference.paged_cache import OutOfPages, Pages
 from minitext.inference.requests import Busy, Event, Finish, Request, Usage
 from minitext.inference.sampling import Adjustments, Drawn, Knobs, Want, draw_tokens
 from minitext.models.lora import choose_adapters, is_adapter
-from minitext.models.paged import Paging
+from minitext.models.paged import CACHE_DTYPES, Paging, page_tokens
 from minitext.models.transformer import copy_pages, make_pages, with_paging
 from minitext.sharding.rules import RULES, ShardingRules, tree_shardings
 from minitext.sharding.transfer import NO_MESH, move
@@ -70,9 +70,11 @@ class EngineOptions:
     """How an engine uses its device.
 
     Attributes:
-      page_tokens: tokens in a page (S); 0: 32 on a CPU, 64 elsewhere.
+      page_tokens: tokens in a page (S); 0: as `minitext.models.paged.page_tokens` says.
       cache_tokens: tokens that the cache holds, in whole pages; 0: `max_sequences` texts of `max_length`, if half of
         the device's memory is enough for them (an eighth of a CPU's, where others work too).
+      cache_dtype: what pages hold: `auto`, the compute type; or `int8` or `fp8` (e4m3), with a float32 scale for each
+        token and head, so that about twice as many tokens as in bfloat16 fit. Recurrent states stay as they are.
       max_sequences: texts that are continued at once.
       max_length: tokens of a text, prompt included.
       max_waiting: texts that may wait; beyond that `submit` raises `Busy`.
@@ -89,6 +91,7 @@ class EngineOptions:
 
     page_tokens: int = 0
     cache_tokens: int = 0
+    cache_dtype: str = "auto"
     max_sequences: int = 32
     max_length: int = 2048
     max_waiting: int = 256
@@ -313,11 +316,11 @@ class Engine:
     ):
         states = has_states(cfg)
         _check_options(cfg, options)
-        S = options.page_tokens or (32 if hardware.platform() == "cpu" else 64)
+        S = options.page_tokens or page_tokens(options.cache_dtype)
         longest = min([options.max_length, *switch_lengths(cfg)])
         pages = -(-options.cache_tokens // S) + 1
         if not options.cache_tokens:
-            pages = _pages_within_memory(cfg, S, longest, options.max_sequences)
+            pages = _pages_within_memory(cfg, S, longest, options)
         self.cfg, self.options, self.page_tokens, self.make_guide = cfg, options, S, make_guide
         self.pages = Pages(pages, S, reuse=options.reuse_prefixes and not states)
         # A text must fit alone, or it would be preempted for ever.
@@ -336,10 +339,14 @@ class Engine:
         self.programs = make_programs(cfg, parts, rules, platform, options.adapters, options.borrow)
         with self._on_mesh():
             self.arrays = self.programs.lay_out(self._placed(params))
-            make = jax.jit(lambda: with_paging(make_pages(cfg, pages, S, slots, rules), None))
+            sizes = pages, S, slots, rules, options.cache_dtype
+            make = jax.jit(lambda: with_paging(make_pages(cfg, *sizes), None))
             self.cache: Any = make()
             if mesh is None:
                 self.cache = jax.device_put(self.cache, self.arrays[0].sharding)
+        self._cache_bytes = sum(
+            shard.data.nbytes for x in jax.tree.leaves(self.cache) for shard in x.addressable_shards
+        )
         self.free_states = list(range(1, slots))
         self.waiting: deque[Text] = deque()
         self.running: list[Text] = []
@@ -540,6 +547,8 @@ class Engine:
             pages=self.pages.pages - 1,
             pages_used=self.pages.used,
             pages_kept=self.pages.kept,
+            cache_tokens=(self.pages.pages - 1) * self.page_tokens,
+            cache_bytes=self._cache_bytes,
             **self._counts,
         )
 
@@ -1003,6 +1012,16 @@ def _check_options(cfg: ModelConfig, options: EngineOptions) -> None:
         raise UserError(
             f"adapters={options.adapters} by name need an engine that lays weights out: set borrow=False"
         )
+    choices = "auto", *CACHE_DTYPES
+    if options.cache_dtype not in choices:
+        raise UserError(f"cache_dtype={options.cache_dtype}: choose {' or '.join(choices)}")
+    layers = [layer for stack in cfg.stacks.values() for layer in stack.layers]
+    if options.cache_dtype != "auto" and all(
+        isinstance(layer.attention, DeltaNetConfig) for layer in layers
+    ):
+        raise UserError(
+            f"cache_dtype={options.cache_dtype}: all layers keep recurrent states, which stay in float32; choose auto"
+        )
     if options.adapters and not cfg.lora.rank:
         raise UserError(
             f"adapters={options.adapters} need the form of the model's adapters: set model.lora.rank"
@@ -1052,17 +1071,20 @@ def _least(count: int, first: int) -> int:
     return size
 
 
-def _pages_within_memory(cfg: ModelConfig, tokens: int, longest: int, texts: int) -> int:
+def _pages_within_memory(
+    cfg: ModelConfig, tokens: int, longest: int, options: EngineOptions
+) -> int:
     """Returns how many pages texts of the greatest length fill, within a share of the device's memory."""
-    wanted = texts * -(-longest // tokens) + 1
+    wanted = options.max_sequences * -(-longest // tokens) + 1
     limit = hardware.memory_bytes(jax.local_devices()[0])
-    one, two = (_bytes(cfg, n, tokens) for n in (1, 2))
+    one, two = (_bytes(cfg, n, tokens, options.cache_dtype) for n in (1, 2))
     if limit is None or two == one:
         return wanted
     share = 8 if hardware.platform() == "cpu" else 2
     return max(2, min(wanted, limit // share // (two - one)))
 
 
-def _bytes(cfg: ModelConfig, pages: int, tokens: int) -> int:
-    cache = jax.eval_shape(lambda: with_paging(make_pages(cfg, pages, tokens, 1), None))
+def _bytes(cfg: ModelConfig, pages: int, tokens: int, cache_dtype: str) -> int:
+    make = partial(make_pages, cfg, pages, tokens, 1, cache_dtype=cache_dtype)
+    cache = jax.eval_shape(lambda: with_paging(make(), None))
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))

@@ -120,6 +120,8 @@ class Usage(NamedTuple):
       pages: pages of the cache.
       pages_used: pages that hold tokens of running texts.
       pages_kept: other pages that hold tokens, for prompts that begin alike.
+      cache_tokens: tokens that the pages have room for.
+      cache_bytes: memory that the cache takes on all devices, used or not.
       prompt_tokens: tokens of all prompts so far.
       reused_tokens: of these, tokens found in the cache.
       generated_tokens: tokens of all answers so far.
@@ -132,6 +134,8 @@ class Usage(NamedTuple):
     pages: int
     pages_used: int
     pages_kept: int
+    cache_tokens: int
+    cache_bytes: int
     prompt_tokens: int
     reused_tokens: int
     generated_tokens: int

@@ -57,6 +57,8 @@ class Metrics:
                 "Pages kept for prompts that begin alike.",
                 now.pages_kept / max(now.pages, 1),
             ),
+            "kv_cache_tokens": ("Tokens that the pages have room for.", now.cache_tokens),
+            "kv_cache_bytes": ("Memory that the cache takes, used or not.", now.cache_bytes),
         }
         counts = {
             "prompt_tokens": ("Tokens of prompts.", now.prompt_tokens),

@@ -276,6 +276,7 @@ def paged_attention(
     mask: Mask = CAUSAL,
     softcap: float | None = None,
     sinks_N: jax.Array | None = None,
+    scales_KP2S: jax.Array | None = None,
     impl: str = "auto",
 ) -> jax.Array:
     """Attention of one new token per sequence over a cache in pages (Kwon et al. 2023). It has no gradient.
@@ -286,13 +287,16 @@ def paged_attention(
 
     Args:
       q_BNH: [B, N, H] queries. That of sequence b is at position `lengths_B[b] - 1`.
-      k_pages_KPSH: [K, P, S, H] keys in P pages of S tokens, N divisible by K.
-      v_pages_KPSH: [K, P, S, H] values.
+      k_pages_KPSH: [K, P, S, H] keys in P pages of S tokens, N divisible by K, in the queries' type; with scales, int8
+        or float8_e4m3fn.
+      v_pages_KPSH: [K, P, S, H] values, in the same type.
       page_table_BX: [B, X] integers below P; entries for pages without a token that is seen may be any number.
       lengths_B: [B] tokens of each sequence in the cache, at most X * S. A length of 0 gives an output of 0.
       mask: which keys a query sees: causal, perhaps with a window or a chunk.
       softcap: c > 0 to bound logits as c tanh(logits / c), or None.
       sinks_N: [N] one logit per query head that joins the softmax and has no value, or None.
+      scales_KP2S: [K, P, 2, S] float32, what each token's keys [:, :, 0] and values [:, :, 1] are multiplied by; None:
+        nothing.
       impl: `auto`, or the name of an implementation.
 
     Returns:
@@ -309,6 +313,7 @@ def paged_attention(
     options: dict[str, Any] = {} if mask == CAUSAL else {"mask": mask}
     options |= {} if softcap is None else {"softcap": softcap}
     arrays = {} if sinks_N is None else {"sinks_N": sinks_N}
+    arrays |= {} if scales_KP2S is None else {"scales_KP2S": scales_KP2S}
     chosen = choose("paged_attention", impl, *args, **options, **arrays)
     run = jax.custom_jvp(lambda args, arrays: chosen(*args, **options, **arrays))
 

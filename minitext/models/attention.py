@@ -16,7 +16,7 @@ from minitext import kernels
 from minitext.config.model import DeltaNetConfig, GQAConfig, MLAConfig, ModelConfig
 from minitext.kernels.attention.mask import Mask
 from minitext.models.layers import Linear, RMSNorm, rms_norm
-from minitext.models.paged import PagedKVCache, stored_features
+from minitext.models.paged import PagedKVCache, page_dtype, stored_features
 from minitext.models.rope import rope
 from minitext.sharding.context_parallel import context_attention
 from minitext.sharding.rules import ShardingRules, flatten_tokens, unflatten_tokens
@@ -143,11 +143,27 @@ class GQA(nnx.Module):
         return KVCache(k, v, jnp.zeros((), jnp.int32))
 
     @staticmethod
-    def make_pages(cfg: ModelConfig, pages: int, tokens: int, slots: int, rules: ShardingRules):
-        """Returns one layer's empty cache of so many pages of so many tokens, in the compute type."""
-        empty = jnp.zeros((cfg.K, pages, tokens, stored_features(cfg.H)), cfg.dtype)
-        k, v = (rules.shard(empty, "kv_heads", None, None, "head_dim") for _ in "kv")
-        return PagedKVCache(k, v, None)
+    def make_pages(
+        cfg: ModelConfig,
+        pages: int,
+        tokens: int,
+        slots: int,
+        rules: ShardingRules,
+        cache_dtype: str,
+    ) -> PagedKVCache:
+        """Returns one layer's empty cache of so many pages of so many tokens."""
+        shape, dtype = (
+            (cfg.K, pages, tokens, stored_features(cfg.H)),
+            page_dtype(cache_dtype, cfg.dtype),
+        )
+        k, v = (
+            rules.shard(jnp.zeros(shape, dtype), "kv_heads", None, None, "head_dim") for _ in "kv"
+        )
+        scales = None
+        if cache_dtype != "auto":
+            empty = jnp.zeros((cfg.K, pages, 2, tokens), jnp.float32)
+            scales = rules.shard(empty, "kv_heads", None, None, None)
+        return PagedKVCache(k, v, scales, None)
 
     @jax.named_scope("attention")
     def __call__(

@@ -157,7 +157,14 @@ class DeltaNet(nnx.Module):
         return StateCache(q, k, inputs(values, "heads"), state, jnp.zeros((), jnp.int32))
 
     @staticmethod
-    def make_pages(cfg: ModelConfig, pages: int, tokens: int, slots: int, rules: ShardingRules):
+    def make_pages(
+        cfg: ModelConfig,
+        pages: int,
+        tokens: int,
+        slots: int,
+        rules: ShardingRules,
+        cache_dtype: str,
+    ) -> SlotStateCache:
         """Returns one layer's states in so many slots; it has no pages."""
         one = DeltaNet.make_cache(cfg, 1, slots, 0, rules)
         return SlotStateCache._make((*(x[0] for x in one[:-1]), None))

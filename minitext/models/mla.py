@@ -28,7 +28,7 @@ from minitext.config.model import MLAConfig, ModelConfig
 from minitext.kernels.attention.xla import MASKED
 from minitext.models.attention import Counts, append_tokens, attend, project_out
 from minitext.models.layers import Linear, RMSNorm
-from minitext.models.paged import PagedLatentCache
+from minitext.models.paged import PagedLatentCache, page_dtype
 from minitext.models.rope import logits_factor, rope
 from minitext.sharding.rules import ShardingRules, flatten_tokens, unflatten_tokens
 
@@ -97,15 +97,25 @@ class MLA(nnx.Module):
         return LatentCache(empty(a.kv_rank), empty(a.rope_dim), jnp.zeros((), jnp.int32))
 
     @staticmethod
-    def make_pages(cfg: ModelConfig, pages: int, tokens: int, slots: int, rules: ShardingRules):
-        """Returns one layer's empty cache of so many pages of so many tokens, in the compute type."""
+    def make_pages(
+        cfg: ModelConfig,
+        pages: int,
+        tokens: int,
+        slots: int,
+        rules: ShardingRules,
+        cache_dtype: str,
+    ) -> PagedLatentCache:
+        """Returns one layer's empty cache of so many pages of so many tokens."""
 
         def empty(width: int) -> jax.Array:
-            zeros = jnp.zeros((pages, tokens, width), cfg.dtype)
+            zeros = jnp.zeros((pages, tokens, width), page_dtype(cache_dtype, cfg.dtype))
             return rules.shard(zeros, None, None, "rank")
 
+        scales = None
+        if cache_dtype != "auto":
+            scales = rules.shard(jnp.zeros((pages, 2, tokens), jnp.float32), None, None, None)
         a: Any = cfg.attention
-        return PagedLatentCache(empty(a.kv_rank), empty(a.rope_dim), None)
+        return PagedLatentCache(empty(a.kv_rank), empty(a.rope_dim), scales, None)
 
     @jax.named_scope("attention")
     def __call__(
@@ -118,12 +128,13 @@ class MLA(nnx.Module):
         """Attends with the arguments and results of `GQA.__call__`, and another kind of cache."""
         queries_X, latent_BTR, key_BTP = self._compress(x_XD, positions_BT)
         q_BTNH = self._queries(queries_X, positions_BT)
-        now = LatentCache(latent_BTR, key_BTP, positions_BT.shape[1])
-        new: Any = now
+        new: Any = None
         earlier: Any = cache
         if isinstance(cache, PagedLatentCache):
-            new = cache.write(latent_BTR, key_BTP)
-            earlier = LatentCache(*new.earlier())
+            new, latent_BTR, key_BTP = cache.write(latent_BTR, key_BTP)
+            earlier = LatentCache(*new.earlier(x_XD.dtype))
+        now = LatentCache(latent_BTR, key_BTP, positions_BT.shape[1])
+        new = now if new is None else new
         if earlier is None or not earlier.latent.shape[1]:  # there are no earlier tokens
             k_BTNH, v_BTNW = self._keys_and_values(latent_BTR, key_BTP)
             q_BTNH, k_BTNH, v_BTNW = checkpoint_name((q_BTNH, k_BTNH, v_BTNW), "qkv")

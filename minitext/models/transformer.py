@@ -514,7 +514,12 @@ def make_cache(
 
 
 def make_pages(
-    cfg: ModelConfig, pages: int, tokens: int, slots: int, rules: ShardingRules = RULES["all"]
+    cfg: ModelConfig,
+    pages: int,
+    tokens: int,
+    slots: int,
+    rules: ShardingRules = RULES["all"],
+    cache_dtype: str = "auto",
 ) -> Any:
     """Returns an empty cache in pages for a model of `unstack_layers`; `with_paging` says what a program adds.
 
@@ -524,12 +529,15 @@ def make_pages(
       tokens: in a page.
       slots: texts that can have a recurrent state at a time, and one for padding; no other layers use them.
       rules: sharding rules.
+      cache_dtype: `auto`, the compute type, or one of `paged.CACHE_DTYPES`; recurrent states stay as they are.
     """
 
     def empty(stack: Stack) -> tuple[Any, ...]:
         def layers(one: ModelConfig) -> Any:
             make = VARIANTS[type(one.attention)].make_pages
-            drawn = [make(one, pages, tokens, slots, rules) for _ in range(stack.repeats)]
+            drawn = [
+                make(one, pages, tokens, slots, rules, cache_dtype) for _ in range(stack.repeats)
+            ]
             return drawn[0]._make((*zip(*(x[:-1] for x in drawn), strict=True), None))
 
         return tuple(layers(one) for one in stack.layers)

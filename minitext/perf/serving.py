@@ -45,13 +45,13 @@ from minitext.inference.replicas import divide
 from minitext.inference.sampling import Want
 from minitext.models.flops import all_layers, count_attention, keys_seen
 from minitext.models.moe import EXPERTS
+from minitext.models.paged import page_tokens
 from minitext.models.transformer import VARIANTS, Transformer, make_pages, with_paging
 from minitext.perf.sizes import check_products
 from minitext.sharding.mesh import abstract_mesh
 from minitext.sharding.rules import tree_shardings
 from minitext.terminal import print_tables, show_bytes, table
 
-PAGE_TOKENS = 64
 _KERNEL = re.compile(
     r"%(\w+?)(?:\.\d+)? = [^\n]* custom_call_target=\"(?:tpu_custom_call|__gpu\$xla\.gpu\.triton)\""
 )
@@ -160,8 +160,9 @@ class Serving:
 
 
 def predict_serving(
-    cfg: Config, target: str, *, texts: int, context: int, prompt: int, compile: bool = False
-) -> Serving:
+    cfg: Config, target: str, *,
+    texts: int, context: int, prompt: int, cache_dtype: str = "auto", compile: bool = False,
+) -> Serving:  # fmt: skip
     """Predicts how fast an engine answers.
 
     Args:
@@ -170,6 +171,7 @@ def predict_serving(
       texts: that a replica continues at once.
       context: tokens that each of them has already.
       prompt: tokens of a new text's prompt.
+      cache_dtype: what pages hold (`EngineOptions`).
       compile: whether to compile the engine's two programs for the target.
 
     Raises:
@@ -184,8 +186,8 @@ def predict_serving(
     with jax.sharding.use_abstract_mesh(own):
         sizes_of = _weight_bytes(model, own)
         weights = sum(sizes_of.values())
-        text_bytes = sum(_text_bytes(model, own, context))
-        decode = _decode(model, parsed, own, sizes_of, texts, context)
+        text_bytes = sum(_text_bytes(model, own, context, cache_dtype))
+        decode = _decode(model, parsed, own, sizes_of, texts, context, cache_dtype)
         prefill = _prefill(model, parsed, own, sizes_of, prompt)
     available = (chip.program_bytes or chip.hbm_bytes // chip.devices) - weights
     found = Serving(
@@ -205,14 +207,16 @@ def predict_serving(
     if not compile:
         return found
     mesh = divide(topology_mesh(parsed, sizes))[0]
-    asked = {"texts": texts, "context": context, "prompt": prompt}
-    reports, kernels = compile_engine(model, mesh, str(parsed), **asked)
+    reports, kernels = compile_engine(
+        model, mesh, str(parsed), texts=texts, context=context, prompt=prompt, cache_dtype=cache_dtype
+    )  # fmt: skip
     return replace(found, reports=reports, kernels=kernels)
 
 
 def compile_engine(
-    model: ModelConfig, mesh: Mesh, target: str, *, texts: int, context: int, prompt: int
-) -> tuple[dict[str, Report], dict[str, dict[str, int]]]:
+    model: ModelConfig, mesh: Mesh, target: str, *,
+    texts: int, context: int, prompt: int, cache_dtype: str = "auto",
+) -> tuple[dict[str, Report], dict[str, dict[str, int]]]:  # fmt: skip
     """Compiles the programs of an engine, as it runs them, for devices that need not be here.
 
     Args:
@@ -222,21 +226,23 @@ def compile_engine(
       texts: rows of decode.
       context: tokens of each; as many fill the cache.
       prompt: tokens that prefill computes at once, after as many others.
+      cache_dtype: what pages hold (`EngineOptions`).
 
     Returns:
       The reports of `decode` and `prefill`, and the kernels that each calls.
     """
     whole = NamedSharding(mesh, PartitionSpec())
     like = partial(jax.ShapeDtypeStruct, sharding=whole)
-    width = -(-(context + 1) // PAGE_TOKENS)
     with jax.set_mesh(mesh):
+        S = page_tokens(cache_dtype)
+        width = -(-(context + 1) // S)
         programs = _programs(model)
         arrays = _arrays(model, mesh)
-        cache = _abstract(_pages(model, texts * width + 1, 1 + texts), mesh)
+        cache = _abstract(_pages(model, texts * width + 1, 1 + texts, cache_dtype), mesh)
     ints = like((texts, COLUMNS + width), jnp.int32)
     floats, tokens = like((texts, 4), jnp.float32), like((texts,), jnp.int32)
     decode = jax.jit(partial(programs.decode, want=Want(random=True)), donate_argnums=1)
-    earlier = -(-prompt // PAGE_TOKENS)
+    earlier = -(-prompt // S)
     number = like((), jnp.int32)
     part = like((6, prompt), jnp.int32), like((1, earlier), jnp.int32), number, number
     runs = {
@@ -339,26 +345,30 @@ def _weight_bytes(model: ModelConfig, mesh: Mesh | AbstractMesh) -> dict[tuple[A
     return {tuple(getattr(key, "key", None) for key in path): _device_bytes(x) for path, x in flat}
 
 
-def _pages(model: ModelConfig, pages: int, slots: int) -> Any:
-    return jax.eval_shape(
-        lambda: with_paging(make_pages(model, pages, PAGE_TOKENS, slots, RULES_OF_ENGINE), None)
-    )
+def _pages(model: ModelConfig, pages: int, slots: int, cache_dtype: str) -> Any:
+    sizes = pages, page_tokens(cache_dtype), slots, RULES_OF_ENGINE, cache_dtype
+    return jax.eval_shape(lambda: with_paging(make_pages(model, *sizes), None))
 
 
 def _device_bytes(x: Any) -> int:
     return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
-def _text_bytes(model: ModelConfig, mesh: Mesh | AbstractMesh, context: int) -> Iterator[int]:
+def _text_bytes(
+    model: ModelConfig, mesh: Mesh | AbstractMesh, context: int, cache_dtype: str
+) -> Iterator[int]:
     """What a text of so many tokens takes on a device in each layer: whole pages, and recurrent states."""
-    pages = -(-context // PAGE_TOKENS)
     for repeats, layer in all_layers(model):
-        yield repeats * _layer_bytes(layer, mesh, pages)
+        yield repeats * _layer_bytes(layer, mesh, context, cache_dtype)
 
 
-def _layer_bytes(layer: ModelConfig, mesh: Mesh | AbstractMesh, pages: int) -> int:
-    make = partial(VARIANTS[type(layer.attention)].make_pages, layer)
-    cache = jax.eval_shape(lambda: make(max(pages, 1), PAGE_TOKENS, 1, RULES_OF_ENGINE)[:-1])
+def _layer_bytes(
+    layer: ModelConfig, mesh: Mesh | AbstractMesh, tokens: int, cache_dtype: str
+) -> int:
+    S = page_tokens(cache_dtype)
+    sizes = max(-(-tokens // S), 1), S, 1, RULES_OF_ENGINE, cache_dtype
+    make = VARIANTS[type(layer.attention)].make_pages
+    cache = jax.eval_shape(lambda: make(layer, *sizes)[:-1])
     return sum(map(_device_bytes, jax.tree.leaves(_abstract(cache, mesh))))
 
 
@@ -376,6 +386,7 @@ def _decode(
     weights: dict[tuple[Any, ...], int],
     texts: int,
     context: int,
+    cache_dtype: str,
 ) -> Work:
     """One token of each text: every weight is read but the embedding's other rows and the experts that nobody takes."""
     flops, read = 2.0 * model.vocab * model.embed, 0.0
@@ -383,9 +394,8 @@ def _decode(
         keys = _seen(layer, context)
         flops += repeats * (_layer_flops(layer) + count_attention(layer).per_key * keys)
         recurrent = isinstance(layer.attention, DeltaNetConfig)  # its state is read and written
-        read += (
-            repeats * _layer_bytes(layer, mesh, -(-keys // PAGE_TOKENS)) * (2 if recurrent else 1)
-        )
+        size = _layer_bytes(layer, mesh, keys, cache_dtype)
+        read += repeats * size * (2 if recurrent else 1)
     read = texts * read + _read(model, weights, texts)
     return _work(model, target, mesh, texts * flops, texts, read)
 

@@ -152,6 +152,31 @@ def test_texts_are_what_they_would_be_alone(model, kind):
     assert (usage.reused_tokens == 0) == (kind == "deltanet")
 
 
+NARROW = [
+    f"{kind} {dtype}" for kind in ("gqa", "mla", "window", "period") for dtype in ("int8", "fp8")
+]
+
+
+@pytest.mark.parametrize("case", audit_but(["gqa int8"], NARROW))
+def test_texts_with_a_narrow_cache_are_what_they_would_be_alone(model, case):
+    """Each is computed again by itself, and with no other's pages."""
+    kind, dtype = case.split()
+    cfg, params, _, _ = model(kind)
+    options = dataclasses.replace(SMALL, cache_dtype=dtype)
+    alone = Engine(cfg, params, dataclasses.replace(options, reuse_prefixes=False))
+
+    def greedy(prompt, count):
+        return answer(alone, Request(prompt, count, temperature=0))[0][0] if count else []
+
+    engine = Engine(cfg, params, options)
+    check_a_crowd(engine, greedy, 0, 8)
+    assert engine.usage().reused_tokens
+    wide = Engine(cfg, params, SMALL)
+    assert wide.usage().cache_tokens == engine.usage().cache_tokens
+    assert engine.usage().cache_bytes == sum(x.nbytes for x in jax.tree.leaves(engine.cache))
+    assert engine.usage().cache_bytes < wide.usage().cache_bytes / 2
+
+
 @pytest.mark.audit
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [96, 312])
@@ -354,6 +379,15 @@ def test_a_state_takes_no_guesses_back(model):
         Engine(cfg, params, dataclasses.replace(SMALL, speculate=2))
 
 
+def test_a_cache_type_that_cannot_be_is_refused(model):
+    cfg, params, _, _ = model("gqa")
+    with pytest.raises(UserError, match="cache_dtype=int4: choose auto or int8 or fp8"):
+        Engine(cfg, params, dataclasses.replace(SMALL, cache_dtype="int4"))
+    cfg, params, _, _ = model("deltanet")
+    with pytest.raises(UserError, match="cache_dtype=int8: all layers keep recurrent states"):
+        Engine(cfg, params, dataclasses.replace(SMALL, cache_dtype="int8"))
+
+
 def test_answers_follow_a_grammar():
     pytest.importorskip("llguidance")
     from minitext.data.tokenizer import ByteTokenizer
@@ -489,14 +523,16 @@ ON_A_MESH = {
 
 
 @pytest.mark.audit  # test_replicas and test_rollouts have engines of several devices in `make test`
-@pytest.mark.parametrize("kind", ON_A_MESH)
-def test_eight_devices_give_the_tokens_of_one(kind):
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [(kind, "auto") for kind in ON_A_MESH] + [("gqa", "int8"), ("mla", "fp8")]
+)
+def test_eight_devices_give_the_tokens_of_one(kind, dtype):
     sizes = ["model.layers=1", "model.embed=64", "model.heads=16", "model.mlp=64", "model.vocab=48"]
     cfg = mt.load_config("laptop", [*sizes, *ON_A_MESH[kind]]).model
     params = nnx.state(Transformer(cfg, rngs=nnx.Rngs(0)))
     answers = []
     for mesh in (None, make_mesh(MeshConfig(data=1, tensor=8))):
-        engine = Engine(cfg, params, SMALL, mesh=mesh)
+        engine = Engine(cfg, params, dataclasses.replace(SMALL, cache_dtype=dtype), mesh=mesh)
         asked = [
             ask(engine, dataclasses.replace(one, temperature=0.5 * (i % 2)))[1]
             for i, one in enumerate(some_requests(2, 6, most=12))

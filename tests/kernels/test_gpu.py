@@ -25,10 +25,12 @@ from minitext.kernels.grouped_matmul import xla as xla_grouped
 from minitext.kernels.linear_cross_entropy import gpu as cross_entropy
 from minitext.kernels.lookup import gpu as lookup
 from minitext.kernels.paged_attention import gpu as paged
+from minitext.kernels.paged_attention.operands import NARROW
 from minitext.kernels.rms_norm import gpu as norm
 from minitext.sharding.mesh import make_mesh
 from tests.conftest import audit_but
 from tests.kernels import dense
+from tests.kernels.test_paged_attention import inputs, narrow, oracle
 
 SMALL = flash.BlockShapes(
     flash.Tile(16, 32, 4, 2), flash.Tile(32, 16, 4, 2), flash.Tile(16, 32, 4, 2)
@@ -367,6 +369,15 @@ def test_paged_attention_ignores_what_a_page_holds_outside_the_mask(mask, poison
         np.testing.assert_allclose(out[b, n], want, atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", NARROW)
+def test_paged_attention_reads_narrow_pages_with_their_scales(dtype):
+    wide = inputs(0, [0, 5, 37], 6, 2, 16, 16, 3)
+    args, scales_KP2S, held = narrow(*wide, dtype)
+    with interpreted():
+        got = jax.jit(paged.paged_attention)(*args, scales_KP2S=scales_KP2S)
+    np.testing.assert_allclose(got, oracle(*held), atol=2e-5)
+
+
 # ---------------------------------------------------------------------------- the shapes of models
 
 
@@ -398,16 +409,16 @@ def entropy_case(X=16384, D=4096, V=128256, dtype="bfloat16"):
     return run, [((X, D), dtype), ((D, V), dtype), ((X,), "int32")]
 
 
-def paged_case(B=64, N=32, K=8, P=4096, S=64, X=128, dtype="bfloat16"):
-    pages = (K, P, S, 128)
-    shapes = [
-        ((B, N, 128), dtype),
-        (pages, dtype),
-        (pages, dtype),
-        ((B, X), "int32"),
-        ((B,), "int32"),
-    ]
-    return paged.paged_attention, shapes
+def paged_case(B=64, N=32, K=8, P=4096, S=64, X=128, dtype="bfloat16", held="bfloat16"):
+    pages = (K, P, S, 128), held
+    shapes = [((B, N, 128), dtype), pages, pages, ((B, X), "int32"), ((B,), "int32")]
+    if held == dtype:
+        return paged.paged_attention, shapes
+
+    def run(*args):
+        return paged.paged_attention(*args[:-1], scales_KP2S=args[-1])
+
+    return run, [*shapes, ((K, P, 2, S), "float32")]
 
 
 DIAGONAL = tuple(tuple(i - j in (0, 2) for j in range(32)) for i in range(32))
@@ -429,6 +440,8 @@ CASES = {
     "rms-norm": (norm.rms_norm, [((16384, 4096), "bfloat16"), ((4096,), "float32")]),
     "rms-norm-wide": (norm.rms_norm, [((1000, 14336), "float32"), ((14336,), "float32")]),
     "paged": paged_case(),
+    "paged-int8": paged_case(held="int8", S=128),
+    "paged-fp8": paged_case(held="float8_e4m3fn", S=128),
 }
 # Kernels in a case's forward and backward pass.
 KERNELS = {"flash": 3, "grouped": 3, "cross": 3, "rms": 2, "paged": 1, "lookup": 1}
@@ -443,7 +456,7 @@ def traced(case, **place):
     """Traces the case's value, and its gradients if it has any, for arguments that lie at a place."""
     run, shapes = CASES[case]
     args = [jax.ShapeDtypeStruct(shape, dtype, **place) for shape, dtype in shapes]
-    f = run if case == "paged" else compilable(run)
+    f = run if case.startswith("paged") else compilable(run)
     return jax.jit(f).trace(*args)
 
 

@@ -18,8 +18,10 @@ from minitext.kernels.attention.mask import CAUSAL, Mask
 from minitext.kernels.paged_attention import cpu as paged_attention_cpu
 from minitext.kernels.paged_attention import operands
 from minitext.kernels.paged_attention import tpu as paged_attention_tpu
+from minitext.kernels.paged_attention.pages import write_scales
 from minitext.kernels.simulator import strict
 from minitext.sharding.mesh import make_mesh
+from tests.conftest import audit_but
 from tests.kernels import dense
 from tests.kernels.simulated import simulate
 
@@ -179,6 +181,59 @@ def test_a_window_reads_only_the_pages_it_reaches():
     assert ends.tolist() == [16, 17, 9, 0] and starts.tolist() == [6, 7, 0, 0]
 
 
+def narrow(q, k, v, table, lengths, dtype):
+    """The same pages in 8 bits with scales, and in float64 what they then hold. Unseen scales are NaN."""
+    limit, both, scales = (127 if dtype == "int8" else 448), [], []
+    for x in (np.asarray(k, np.float64), np.asarray(v, np.float64)):
+        scale = np.abs(x).max(-1, keepdims=True) / limit
+        whole = np.where(np.isnan(scale), limit, x / scale)
+        both.append(jnp.asarray(np.round(whole) if dtype == "int8" else whole, dtype))
+        scales.append(scale[..., 0].astype(np.float32))
+    held = [np.asarray(x, np.float64) * s[..., None] for x, s in zip(both, scales, strict=True)]
+    scales_KP2S = jnp.asarray(np.stack(scales, 2))
+    return (q, *both, table, lengths), scales_KP2S, (q, *held, table, lengths)
+
+
+@pytest.mark.parametrize("dtype", audit_but(["int8"], operands.NARROW))
+@pytest.mark.parametrize("impl", IMPLS)
+def test_narrow_pages_are_read_with_their_scales(impl, dtype):
+    mask = Mask(window=150)
+    wide = inputs(0, [0, 5, 256], 4, 2, 8, 128, 2, mask=mask)
+    options = {"mask": mask, "softcap": 2.0, "sinks_N": jnp.asarray([0.5, -1.0, 2.0, 0.0])}
+    args, scales_KP2S, held = narrow(*wide, dtype)
+    got = run(impl, *args, scales_KP2S=scales_KP2S, **options)
+    np.testing.assert_allclose(got, oracle(*held, **options), atol=2e-5)
+
+
+@pytest.mark.audit
+@pytest.mark.parametrize("impl", IMPLS)
+def test_scales_are_split_as_their_pages_are(impl):
+    args, scales_KP2S, held = narrow(*inputs(0, [9, 0, 256, 3], 4, 2, 8, 128, 2), "int8")
+    pages = (("tensor", None, None, None),) * 2
+    layout = [("data", "tensor", None), *pages, ("data", None), ("data",)]
+    with jax.set_mesh(make_mesh(MeshConfig(data=2, tensor=2), devices=jax.devices()[:4])):
+        args = [jax.device_put(a, jax.P(*p)) for a, p in zip(args, layout, strict=True)]
+        split = jax.device_put(scales_KP2S, jax.P("tensor"))
+        got = run(impl, *args, scales_KP2S=split)
+        np.testing.assert_allclose(got, oracle(*held), atol=2e-5)
+        with pytest.raises(UserError, match=r"scales \(None"):
+            pallas(*args, scales_KP2S=jax.device_put(scales_KP2S, jax.P()))
+
+
+def test_scales_are_written_where_the_tokens_are():
+    """In place, on one device and with heads split; a page that isn't there takes nothing."""
+    old = jnp.arange(2 * 3 * 2 * 8, dtype=jnp.float32).reshape(2, 3, 2, 8)
+    new = -jnp.arange(1.0, 13.0).reshape(3, 2, 2)
+    page, slot = jnp.asarray([2, 0, 3]), jnp.asarray([7, 1, 0])
+    want = np.array(old)
+    want[:, 2, :, 7], want[:, 0, :, 1] = new[0], new[1]
+    write = jax.jit(write_scales)
+    np.testing.assert_array_equal(write(old, new, page, slot), want)
+    with jax.set_mesh(make_mesh(MeshConfig(data=1, tensor=2), devices=jax.devices()[:2])):
+        split = jax.device_put(old, jax.P("tensor"))
+        np.testing.assert_array_equal(write(split, new, page, slot), want)
+
+
 def test_a_page_may_serve_several_sequences():
     q, k, v, table, lengths = inputs(0, [11, 11], 2, 1, 8, 8, 2)
     args = q, k, v, table.at[1].set(table[0]), lengths
@@ -224,6 +279,11 @@ def test_it_says_what_it_cannot_take():
         pallas(q, k[:, :, :7], v[:, :, :7], table, lengths)
     with pytest.raises(UserError, match=r"page table must fit"):
         pallas(q, k, v, jnp.zeros((1, 140_000), jnp.int32), lengths)
+    narrow, scales = k.astype("int8"), jnp.ones((*k.shape[:2], 2, k.shape[2]))
+    with pytest.raises(UserError, match=r"both be int8 or both float8_e4m3fn.*int8, float32 and"):
+        pallas(q, narrow, v, table, lengths, scales_KP2S=scales)
+    with pytest.raises(UserError, match=r"pages of int8 need a multiple of 128 tokens: got 8"):
+        pallas(q, narrow, narrow, table, lengths, scales_KP2S=scales)
     for options, message in [
         ({"mask": Mask(causal=False)}, r"computes causal attention, .* the mask has causal=False"),
         ({"mask": Mask(window=0)}, r"window=0: a token sees at least itself"),
@@ -246,20 +306,33 @@ CHIPS = ["v5e:2x2"] + [
         ("bfloat16", 16),
         pytest.param("bfloat16", 128, marks=pytest.mark.audit),
         pytest.param("float32", 16, marks=pytest.mark.audit),
+        pytest.param("int8", 128, marks=pytest.mark.audit),
+        pytest.param("float8_e4m3fn", 128, marks=pytest.mark.audit),
     ],
 )
 def test_it_compiles_for_sequences_of_8192_tokens(chip, dtype, S):
     mesh = topology_mesh(chip)
     one = make_mesh(MeshConfig(), devices=[mesh.devices.flat[0]])
     N, K, H, B, P = 32, 8, 128, 64, 8 * 8192 // S
-    shapes = [(B, N, H), (K, P, S, H), (K, P, S, H), (B, 8192 // S), (B,)]
+    pages, numbers = ((K, P, S, H), dtype), (B,)
+    shapes = [((B, N, H), dtype), pages, pages, ((B, 8192 // S), "int32"), (numbers, "int32")]
+    if dtype in operands.NARROW:
+        shapes[0] = (B, N, H), "bfloat16"
+        shapes += [((K, P, 2, S), "float32"), ((B, K, 2), "float32"), *[(numbers, "int32")] * 2]
+
+    def attend(q, k, v, table, lengths, scales_KP2S=None, *new):
+        if new:
+            scales_KP2S = write_scales(scales_KP2S, *new)
+        return pallas(q, k, v, table, lengths, scales_KP2S=scales_KP2S), scales_KP2S
+
     with jax.set_mesh(one):
         args = [
             jax.ShapeDtypeStruct(
                 shape, t, sharding=jax.NamedSharding(one, jax.P(*[None] * len(shape)))
             )
-            for shape, t in zip(shapes, [dtype] * 3 + ["int32"] * 2, strict=True)
+            for shape, t in shapes
         ]
-        compiled = jax.jit(pallas).lower(*args).compile()
-    # The cache is read where it lies.
+        donated = (5,) if dtype in operands.NARROW else ()
+        compiled = jax.jit(attend, donate_argnums=donated).lower(*args).compile()
+    # The cache is read where it lies, and scales are written there.
     assert compiled.memory_analysis().temp_size_in_bytes < 2**20

@@ -128,20 +128,46 @@ SMALL = [
 ]  # fmt: skip
 
 
+def test_a_narrow_cache_has_a_byte_for_a_number_and_four_for_a_scale():
+    wide, narrow = (
+        predict("llama3-8b", "v5e:2x4", texts=1, cache_dtype=dtype) for dtype in ("auto", "fp8")
+    )
+    cfg = mt.load_config("llama3-8b").model
+    assert wide.text_bytes == 1024 * cfg.layers * 2 * cfg.K * 2 * cfg.H / 8
+    assert narrow.text_bytes == 1024 * cfg.layers * 2 * cfg.K * (cfg.H + 4) / 8
+    saved = wide.text_bytes - narrow.text_bytes
+    assert wide.decode.bytes - narrow.decode.bytes == saved
+    assert narrow.fitting == pytest.approx(
+        wide.fitting * wide.text_bytes / narrow.text_bytes, abs=2
+    )
+
+
 @needs_libtpu
 @pytest.mark.parametrize(
-    "settings", [(), pytest.param(("model.ffn.kind=moe",), marks=pytest.mark.audit)], ids=str
+    ("settings", "cache_dtype"),
+    [
+        ((), "auto"),
+        pytest.param((), "int8", marks=pytest.mark.audit),
+        pytest.param(("model.ffn.kind=moe",), "auto", marks=pytest.mark.audit),
+    ],
+    ids=str,
 )
-def test_the_engines_programs_compile_for_a_tpu(settings):
-    found = predict("laptop", "v5e:2x2", *SMALL, *settings, compile=True, prompt=256)
+def test_the_engines_programs_compile_for_a_tpu(settings, cache_dtype):
+    found = predict(
+        "laptop", "v5e:2x2", *SMALL, *settings, compile=True, prompt=256, cache_dtype=cache_dtype
+    )
     for name, report in found.reports.items():
-        cache = report.arguments["cache.k"] + report.arguments["cache.v"]
+        cache = sum(size for path, size in report.arguments.items() if path.startswith("cache."))
         assert report.alias_bytes == cache  # written in place ...
         assert report.temp_bytes < cache / 4  # ... and never copied, not even a layer's
         assert report.fits and name in ("decode", "prefill")
     assert found.reports["decode"].arguments["arrays"] == found.weight_bytes
-    pages = 16 * 17 + 1
-    assert cache == pages * 64 * 2 * 2 * 2 * 128 * 2 / 2
+    pages, token = (16 * 17 + 1) * 64, 128 * 2
+    if cache_dtype != "auto":
+        pages, token = (16 * 9 + 1) * 128, 128 + 4
+    assert (
+        cache == pages * token * 2 * 2 * 4 / 4
+    )  # keys and values of two layers, four heads on four devices
     assert found.kernels["decode"]["paged_attention"] == 2
     assert found.reports["decode"].sent["all-reduce"] == found.decode.sent
     print_serving(found)

@@ -11,24 +11,45 @@ from minitext.kernels.attention.mask import Mask
 from minitext.kernels.attention.xla import NO_SINK
 from minitext.kernels.per_device import split
 
+NARROW = "int8", "float8_e4m3fn"  # types of pages with scales
 
-def types_reason(q_BNH, k_pages_KPSH, v_pages_KPSH, types: tuple[str, ...]) -> str | None:
+
+def types_reason(
+    q_BNH, k_pages_KPSH, v_pages_KPSH, scales_KP2S, types: tuple[str, ...]
+) -> str | None:
     """Returns why a kernel for `types` can't take these types, or None."""
     dtypes = [x.dtype.name for x in (q_BNH, k_pages_KPSH, v_pages_KPSH)]
+    if scales_KP2S is not None:
+        if dtypes[0] in types and dtypes[1] == dtypes[2] and dtypes[1] in NARROW:
+            return None
+        return (
+            f"with scales, keys and values must both be {' or both '.join(NARROW)}, and queries {' or '.join(types)}: "
+            f"got {', '.join(dtypes[1:])} and {dtypes[0]}"
+        )
     if len(set(dtypes)) > 1 or dtypes[0] not in types:
         choices = " or all ".join(types)
         return f"queries, keys and values must all be {choices}: got {', '.join(dtypes)}"
     return None
 
 
-def split_reason(q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B) -> str | None:
+def caches(k_pages_KPSH, v_pages_KPSH, scales_KP2S) -> tuple:
+    """Returns the arrays that make up a cache: keys, values, and their scales if there are any."""
+    scales = () if scales_KP2S is None else (scales_KP2S,)
+    return k_pages_KPSH, v_pages_KPSH, *scales
+
+
+def split_reason(
+    q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B, scales_KP2S
+) -> str | None:
     """Returns why devices can't each attend with their own sequences and heads, or None."""
     args = q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B
     q, k, v, table, lengths = map(split, args)
-    if q[2] or any(k[1:]) or k != v or q[1] != k[0] or table != (q[0], None) or lengths != (q[0],):
+    scales = k if scales_KP2S is None else split(scales_KP2S)
+    alike = k == v == scales and q[1] == k[0] and table == (q[0], None) and lengths == (q[0],)
+    if q[2] or any(k[1:]) or not alike:
         return (
             "only sequences and heads may be split over devices, each alike in every argument: "
-            f"got queries {q}, keys {k}, values {v}, page table {table} and lengths {lengths}"
+            f"got queries {q}, keys {k}, values {v}, scales {scales}, page table {table} and lengths {lengths}"
         )
     return None
 

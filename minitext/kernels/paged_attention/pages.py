@@ -1,4 +1,4 @@
-"""Writing new tokens' keys and values into a cache in pages.
+"""Writing new tokens' keys and values, and their scales, into a cache in pages.
 
 Chapters: 17.
 """
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from minitext.kernels.per_device import split
+from minitext.kernels.per_device import on_each_device, split
 
 
 def write_pages(
@@ -34,3 +34,32 @@ def write_pages(
         page_B, slot_B = (jax.sharding.reshard(x, PartitionSpec()) for x in (page_B, slot_B))
     x_KBH = jnp.swapaxes(x_BKH, 0, 1).astype(pages_KPSH.dtype)
     return pages_KPSH.at[:, page_B, slot_B].set(x_KBH)
+
+
+def write_scales(
+    scales_KP2S: jax.Array, x_BK2: jax.Array, page_B: jax.Array, slot_B: jax.Array
+) -> jax.Array:
+    """Writes the scales of tokens' keys and values, as `write_pages` writes these.
+
+    Each scale has an index of its own. Where a scatter's updates are slices across the tokens' dimension, the last one,
+    the TPU's compiler turns all scales around for it and back.
+
+    Args:
+      scales_KP2S: [K, P, 2, S] float32. On a mesh, heads may be split.
+      x_BK2: [B, K, 2] the scales of B tokens.
+      page_B: [B] integers, each token's page.
+      slot_B: [B] integers, its place in the page.
+
+    Returns:
+      [K, P, 2, S].
+    """
+    x_KB2 = jnp.swapaxes(x_BK2, 0, 1)
+    if not jax.sharding.get_abstract_mesh().empty:
+        x_KB2 = jax.sharding.reshard(x_KB2, PartitionSpec(split(scales_KP2S)[0], None))
+        page_B, slot_B = (jax.sharding.reshard(x, PartitionSpec()) for x in (page_B, slot_B))
+    return on_each_device(_write_scales, scales_KP2S, x_KB2, page_B, slot_B)
+
+
+def _write_scales(scales_KP2S, x_KB2, page_B, slot_B):
+    head_K11, which_2 = jnp.arange(len(scales_KP2S))[:, None, None], jnp.arange(2)
+    return scales_KP2S.at[head_K11, page_B[:, None], which_2, slot_B[:, None]].set(x_KB2)
