@@ -25,9 +25,12 @@ from common import in_subprocess, parser, write_record
 
 V5P = "github.com/AI-Hypercomputer/maxtext at 76bd53b0f, MaxText/configs/v5p"
 RECIPES = "github.com/AI-Hypercomputer/tpu-recipes at c8cfe2f, training"
+# As base.yml had them at that commit, times what global_parameter_scale says. There, layers had no gate: one two thirds
+# as wide, rounded up to a multiple of 128, has as many parameters.
+SIZES = "head_dim=256 vocab_size=32768 logits_via_embedding=true"
 HALVES = {"train.microbatches": 2}
 OFFLOADED = "decoder_layer_input=offload query_proj=offload key_proj=offload value_proj=offload"
-OLD = "a program of December 2023; fsdp over all chips, where MaxText's has tensor={}"
+OLD = "a program of December 2023, of layers without a gate; fsdp over all chips, where MaxText's has tensor={}"
 # Of the recipe; minitext recommends none for this chip.
 TPU7X = {
     "xla.options": [
@@ -44,22 +47,26 @@ GEMMA_12B = (
 CASES = {
     "maxtext-32b": {
         "kind": "dense", "target": "v5p:4x4x4", "source": f"{V5P}/32b.sh",
-        "command": "global_parameter_scale=32 per_device_batch_size=8 max_target_length=2048 remat_policy=minimal",
+        "command": f"{SIZES} base_emb_dim=10240 base_num_query_heads=32 base_num_kv_heads=32 base_mlp_dim=21888 "
+        "base_num_decoder_layers=32 per_device_batch_size=8 max_target_length=2048 remat_policy=minimal",
         "settings": HALVES, "differs": f"{OLD.format(4)}; in two parts",
     },
     "maxtext-128b": {
         "kind": "dense", "target": "v5p:4x4x8", "source": f"{V5P}/128b.sh",
-        "command": "global_parameter_scale=128 per_device_batch_size=2 max_target_length=2048 remat_policy=minimal",
+        "command": f"{SIZES} base_emb_dim=10240 base_num_query_heads=64 base_num_kv_heads=64 base_mlp_dim=43776 "
+        "base_num_decoder_layers=64 per_device_batch_size=2 max_target_length=2048 remat_policy=minimal",
         "settings": HALVES, "differs": f"{OLD.format(8)}; in two parts",
     },
     "maxtext-256b": {
         "kind": "dense", "target": "v5p:8x8x8", "source": f"{V5P}/256b.sh",
-        "command": "global_parameter_scale=256 per_device_batch_size=2 max_target_length=2048 remat_policy=minimal",
+        "command": f"{SIZES} base_emb_dim=20480 base_num_query_heads=64 base_num_kv_heads=64 base_mlp_dim=43776 "
+        "base_num_decoder_layers=64 per_device_batch_size=2 max_target_length=2048 remat_policy=minimal",
         "settings": HALVES, "differs": f"{OLD.format(8)}; in two parts",
     },
     "maxtext-512b": {
         "kind": "dense", "target": "v5p:8x8x8", "source": f"{V5P}/512b.sh",
-        "command": "global_parameter_scale=512 per_device_batch_size=2 max_target_length=2048 remat_policy=full",
+        "command": f"{SIZES} base_emb_dim=20480 base_num_query_heads=64 base_num_kv_heads=64 base_mlp_dim=43776 "
+        "base_num_decoder_layers=128 per_device_batch_size=2 max_target_length=2048 remat_policy=full",
         "settings": {}, "differs": OLD.format(16),
     },
     "gemma3-12b": {
