@@ -165,13 +165,15 @@ def compare(case, found, factor, published):
 def main():
     cli = parser(__doc__)
     cli.add_argument("--programs", type=Path, help="folder for the compiler's texts")
+    cli.add_argument("--only", nargs="*", choices=CASES, default=list(CASES), help="these cases")
     args = cli.parse_args()
     if args.case:
         print(json.dumps(predict(**args.case)))
         return
     factor, runs = learned(), {}
     programs = str(args.programs) if args.programs else None
-    for name, case in CASES.items():
+    for name in args.only:
+        case = CASES[name]
         found = in_subprocess(__file__, {"name": name, "programs": programs})
         runs[name] = compare(case, found, factor, PUBLISHED.get(name))
         print(f"{name} on {case['target']}: {found['seconds']:.3f} s", flush=True)
