@@ -1,6 +1,6 @@
 """Predicted step times of twelve configurations whose published times were read only afterwards.
 
-    python benchmarks/blind_predictions.py [--programs DIR]
+    python benchmarks/blind_predictions.py
 
 minitext's kernels and options were improved with the four cases of step_time.py as a goal. These twelve are the test:
 MaxText's commands and recipes were read without their times, mapped as `minitext maxtext explain` maps them, compiled
@@ -15,13 +15,14 @@ There are two intervals. `scheduled` reaches from everything overlapped to nothi
 minitext's program is not MaxText's. `interval` is wider at both ends, by the factor that the four cases of step_time.py
 need for the worst of them to be inside. If the twelve were drawn as those four were, four in five would be inside it.
 
-Compiling takes minutes and some GB a case. With --programs the compiler's text is kept, and read if it is there.
+Compiling takes minutes and some GB a case. The compiler's texts and the predictions are kept: the record is written a
+second time, with the published times, from the predictions of the first.
 """
 
 import json
 from pathlib import Path
 
-from common import in_subprocess, parser, write_record
+from common import kept_case, parser, write_record
 
 V5P = "github.com/AI-Hypercomputer/maxtext at 76bd53b0f, MaxText/configs/v5p"
 RECIPES = "github.com/AI-Hypercomputer/tpu-recipes at c8cfe2f, training"
@@ -130,8 +131,8 @@ def predict(name, programs):
     machine, target = machine_for(reading, case["target"])
     cfg = maxtext_map.translate(reading, machine).cfg
     cfg = cfg.replace(case["settings"] | {"xla.recommended": True})
-    text = Path(programs, f"{name}.txt") if programs else None
-    if text is not None and text.exists():
+    text = Path(programs, f"{name}.txt")
+    if text.exists():
         return predict_program(text.read_text(), cfg, target).to_json()
     return predict_preset(cfg, case["target"], text).to_json()
 
@@ -164,17 +165,21 @@ def compare(case, found, factor, published):
 
 def main():
     cli = parser(__doc__)
-    cli.add_argument("--programs", type=Path, help="folder for the compiler's texts")
+    cli.add_argument(
+        "--programs", type=Path, default=Path("programs"),
+        help="folder for the compiler's texts and the predictions; what is there isn't made again (%(default)s)",
+    )  # fmt: skip
     cli.add_argument("--only", nargs="*", choices=CASES, default=list(CASES), help="these cases")
     args = cli.parse_args()
     if args.case:
         print(json.dumps(predict(**args.case)))
         return
     factor, runs = learned(), {}
-    programs = str(args.programs) if args.programs else None
+    args.programs.mkdir(parents=True, exist_ok=True)
     for name in args.only:
         case = CASES[name]
-        found = in_subprocess(__file__, {"name": name, "programs": programs})
+        to = args.programs / f"{name}.json"
+        found = kept_case(__file__, to, {"name": name, "programs": str(args.programs)})
         runs[name] = compare(case, found, factor, PUBLISHED.get(name))
         print(f"{name} on {case['target']}: {found['seconds']:.3f} s", flush=True)
     figures = {"published_times_read": bool(PUBLISHED), "factor": factor, "runs": runs}
