@@ -459,6 +459,45 @@ def prediction_errors(records: list[Record]) -> str:
     )
 
 
+def blind_predictions(records: list[Record]) -> str:
+    """Predictions that were written down before the published times were read."""
+    rows = [
+        [
+            name, r["kind"], r["target"], f"{r['predicted']['seconds']:.3f}",
+            f"{r['predicted']['lower']:.3f} to {r['predicted']['upper']:.3f}",
+            "{:.3f} to {:.3f}".format(*r["interval"]),
+            *((f"{r['published_seconds']:.3f}", f"{r['error']:+.1%}") if "error" in r else ("not yet read", "")),
+            r["differs"],
+        ]
+        for name, r in records[-1]["runs"].items()
+    ]  # fmt: skip
+    header = [
+        "Model", "Kind", "Target", "Predicted, s", "By overlap, s", "Interval, s", "Published, s", "Error",
+        "What differs",
+    ]  # fmt: skip
+    return (
+        "Here the predictions came first: they were committed before anybody looked at the published times. From the "
+        "first interval's lower end everything overlaps, at its upper end nothing does. The second is wider, by the "
+        f"factor {records[-1]['factor']:.3f} at each end, with which the four published times of the table above are "
+        f"inside. {blind_counts(records)}\n\n{table(header, rows)}"
+    )
+
+
+def blind_counts(records: list[Record]) -> str:
+    """How many of the blind predictions held, by kind, in a sentence each."""
+    runs, told = records[-1]["runs"], []
+    for kind in dict.fromkeys(run["kind"] for run in runs.values()):
+        of = [run for run in runs.values() if run["kind"] == kind and "error" in run]
+        near, between, inside = (
+            sum(run[key] for run in of) for key in ("within_a_tenth", "in_scheduled", "in_interval")
+        )
+        told.append(
+            f"{kind.capitalize()}: of {len(of)} published times, {near} are within a tenth of the prediction, "
+            f"{between} inside the interval by overlap and {inside} inside the wider one."
+        )
+    return " ".join(told)
+
+
 def kills(records: list[Record]) -> str:
     """What killed processes cost a run."""
     r = records[-1]
@@ -651,6 +690,7 @@ SECTIONS = {
     "observability": ("What watching costs", observability),
     "pods": ("Compiling for pods", pods),
     "step_time": ("Predicted steps beside published ones", step_time),
+    "blind_predictions": ("Predictions before the answers", blind_predictions),
     "notebooks": ("Chapters in their readers' environments", notebooks),
 }
 
@@ -711,6 +751,8 @@ def main(results: Path = RESULTS, out: Path = OUT) -> None:
     (out / "prediction_errors.md").write_text(
         prediction_errors(found["step_time"]), encoding="utf-8"
     )
+    blind = blind_counts(found["blind_predictions"])
+    (out / "blind_predictions.md").write_text(f"{blind}\n", encoding="utf-8")
     if "train_cpu" in found:
         figure(found["train_cpu"], out / "measured.svg")
     print(f"wrote {out / 'measured.md'}")

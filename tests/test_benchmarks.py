@@ -149,6 +149,27 @@ def test_shapes_have_the_sizes_they_are_named_after(script, case):
         assert cfg.train.global_batch * cfg.data.seq_len == module.TOKENS
 
 
+def test_a_blind_interval_is_as_wide_as_the_worst_known_case_needs():
+    import blind_predictions as blind
+
+    newest = max((FOLDER / "results").glob("step_time-*.json"))
+    known = json.loads(newest.read_text())["runs"].values()
+    factor = blind.learned()
+    rows = [blind.compare({}, r["predicted"], factor, r["published_seconds"]) for r in known]
+    assert all(row["in_interval"] for row in rows)
+    rows = [
+        blind.compare({}, r["predicted"], factor * 0.999, r["published_seconds"]) for r in known
+    ]
+    assert sum(not row["in_interval"] for row in rows) == 1
+    found = {"seconds": 10.0, "lower": 9.0, "upper": 12.0}
+    for published, near, scheduled, inside in (
+        (9.5, True, True, True), (8.5, False, False, True), (11.5, False, True, True), (13.5, False, False, False),
+    ):  # fmt: skip
+        row = blind.compare({}, found, 1.1, published)
+        assert row["within_a_tenth"] == near and row["error"] == 10 / published - 1
+        assert (row["in_scheduled"], row["in_interval"]) == (scheduled, inside)
+
+
 def test_chapters_run_with_what_their_setup_cells_install_and_nothing_of_this_shell(monkeypatch):
     import notebooks
 

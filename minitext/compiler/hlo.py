@@ -400,8 +400,21 @@ def _trip_count(loop: Instruction, around: str, found: dict[str, list[Instructio
     counters = [int(n) for i in condition for n in _ELEMENT.findall(i.line)]
     if len(bounds) != 1:
         return 1
-    first = _first(loop, counters[0], found[around]) if len(counters) == 1 else 0
-    return max(0, bounds[0] - first)
+    if len(counters) != 1:
+        return max(0, bounds[0])
+    first = _first(loop, counters[0], found[around])
+    step = _step(found.get(loop.called.get("body", ""), []), counters[0])
+    return max(0, -(-(bounds[0] - first) // step))
+
+
+def _step(body: list[Instruction], counter: int) -> int:
+    """Returns what one iteration adds to a counter, 1 if not known; 2 if the compiler unrolled the loop once."""
+    made = {i.name: i for i in body}
+    last = body[-1].operands[counter : counter + 1] if body else ()
+    added = made.get("".join(last))
+    if added is None or added.opcode != "add":
+        return 1
+    return next((n for name in added.operands if name in made and (n := _integer(made[name]))), 1)
 
 
 def _first(loop: Instruction, counter: int, around: list[Instruction]) -> int:

@@ -59,7 +59,7 @@ KNOWN = {
     "xla_gpu_triton_gemm_any": "matrix products by Triton wherever it can",
 }
 # By chip; xla.recommended=false leaves them out. The record step_time-2026-11-26.json has predictions without and with
-# them: GPT-3 175B on 256 v6e takes 22.28 and 16.09 s a step, Llama 2 70B on 512 v5p 24.54 and 21.71, Llama 3 8B
+# them: GPT-3 175B on 256 v6e takes 22.28 and 17.04 s a step, Llama 2 70B on 512 v5p 24.54 and 21.71, Llama 3 8B
 # on 256 v6e 5.72 and 4.66, Mixtral 8x7B on 256 v5p 11.19 and 11.05.
 _MORE_VMEM = {"xla_tpu_scoped_vmem_limit_kib": "98304"}
 RECOMMENDED: dict[str, dict[str, str]] = {

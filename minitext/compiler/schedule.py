@@ -167,14 +167,20 @@ class _Reader:
                 start = start._replace(queue=DCN, bytes=found.moved)
             yield start
         elif i.opcode == "async-start":
-            inside = self.module.computations.get(i.called.get("calls", ""), [])
-            root = inside[-1] if inside else i
+            root = self._innermost(i)
             if root.opcode in hlo.COLLECTIVES and root.name in self.collectives:
                 yield self._transfer(root, "start", i.name)
             else:
                 yield self._copy(i, root)
         elif i.opcode not in ("send", "recv"):
             yield self._copy(i, i)
+
+    def _innermost(self, i: hlo.Instruction) -> hlo.Instruction:
+        """Returns the root of what an instruction calls; for tpu7x a custom call is between, for a SparseCore."""
+        called = next(iter(i.called.values()), "")
+        if i.opcode in ("async-start", "custom-call") and self.module.computations.get(called):
+            return self._innermost(self.module.computations[called][-1])
+        return i
 
     def _copy(self, i: hlo.Instruction, moved: hlo.Instruction) -> Operation:
         """Returns a copy between memories: over PCIe if one side is the host's, otherwise through HBM."""

@@ -3,7 +3,7 @@
 `minitext.perf.step_schedule` simulates the compiler's schedule with the compiler's own cycle estimates, the machine
 code of the kernels (`minitext.perf.kernel_time`), and the bandwidths of `minitext.hardware.CHIPS`. The interval reaches
 from everything overlapped to nothing overlapped. It covers what the schedule leaves open, not errors of the estimates
-themselves: benchmarks/step_time.py compares these with published measurements.
+themselves: benchmarks/step_time.py and benchmarks/blind_predictions.py compare these with published measurements.
 
 Chapters: 22.
 """

@@ -194,6 +194,18 @@ def test_turns_that_the_compiler_took_out_of_a_loop_are_not_in_its_count(first, 
     assert [loop.trips for loop in hlo.Module(peeled).loops()] == [turns]
 
 
+@pytest.mark.parametrize(("step", "turns"), [(1, 40), (2, 20), (3, 14)])
+def test_a_loop_whose_counter_goes_on_by_more_than_one_turns_fewer_times(step, turns):
+    """A TPU's compiler takes two turns at once in a product that gathers or scatters while it goes on."""
+    unrolled = LOOP.replace(
+        "  ROOT %tuple = (s32[]{:T(128)}, bf16[16,8]{1,0:T(8,128)(2,1)}) tuple(%i, ",
+        "  %i = s32[]{:T(128)} get-tuple-element(%carry), index=0\n"
+        f"  %turns = s32[]{{:T(128)}} constant({step})\n  %next = s32[]{{:T(128)}} add(%i, %turns)\n"
+        "  ROOT %tuple = (s32[]{:T(128)}, bf16[16,8]{1,0:T(8,128)(2,1)}) tuple(%next, ",
+    )
+    assert [loop.trips for loop in hlo.Module(unrolled).loops()] == [turns]
+
+
 @pytest.mark.parametrize("kind", ["u32", "s64"])
 def test_a_counter_may_have_another_type(kind):
     other = LOOP.replace("s32[]{:T(128)} constant(40)", f"{kind}[]{{:T(128)}} constant(40)")

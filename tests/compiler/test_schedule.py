@@ -112,6 +112,34 @@ def test_bytes_and_cycles(named):
     assert named["large"].bytes == 4096 * 4 and not named["large"].cycles
 
 
+def test_a_collective_of_a_sparsecore_is_found_behind_its_wrapper():
+    """As programs for tpu7x have them: the start calls a computation whose custom call names another."""
+    wrapped = """
+HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%gathers (p: bf16[16,128]) -> bf16[128,128] {
+  %p = bf16[16,128]{1,0} parameter(0)
+  ROOT %gather = bf16[128,128]{1,0} all-gather(%p), replica_groups=mesh['x'=8] {'x'}, dimensions={0}
+}, execution_thread="sparsecore"
+
+%wrapper (q: bf16[16,128]) -> bf16[128,128] {
+  %q = bf16[16,128]{1,0} parameter(0)
+  ROOT %call = bf16[128,128]{1,0} custom-call(%q), called_computations={%gathers}
+}, execution_thread="sparsecore"
+
+ENTRY %main (w: bf16[16,128]) -> bf16[128,128] {
+  %w = bf16[16,128]{1,0} parameter(0)
+  %begun = ((), (), u32[]{:S(8)}) async-start(), async_execution_thread="sparsecore", calls=%wrapper
+  %goes = ((bf16[16,128]{1,0}), bf16[128,128]{1,0}, u32[]{:S(8)}) async-update(%begun, %w)
+  ROOT %ended = bf16[128,128]{1,0} async-done(%goes)
+}
+"""
+    start, done = operations(read_schedule(wrapped))
+    assert (start.kind, start.queue, start.opcode) == ("start", "ici", "all-gather")
+    assert start.bytes == 128 * 128 * 2 and len(start.members) == 8
+    assert done.kind == "done" and done.token == start.token
+
+
 def test_a_host_transfer_says_its_direction(named):
     assert named["offload"].opcode == "to host"
 
