@@ -416,6 +416,25 @@ def pods(records: list[Record]) -> str:
     )
 
 
+def tune_options(records: list[Record]) -> str:
+    """What a search over settings found."""
+    rows = []
+    for name, r in records[-1]["runs"].items():
+        for found in [c for c in r["ranked"] if not c["refusal"]][:5]:
+            changes = [f"{key}={value}" for key, value in found["changes"].items()]
+            rows.append([
+                name, r["target"], f"`{' '.join(changes)}`" if changes else "none: the start",
+                f"{1e3 * found['seconds']:.3f}", f"{found['gain']:+.1%}",
+            ])  # fmt: skip
+    header = ["Model", "Target", "What was changed", "Predicted, ms", "Faster than the start by"]
+    tried = sum(len(r["ranked"]) for r in records[-1]["runs"].values())
+    return (
+        f"`minitext tune-options` compiled {tried} candidates and predicted their steps; the best are shown. Nothing ran "
+        "on a TPU, and what helps a model this small needn't help a large one.\n\n"
+        + table(header, rows)
+    )
+
+
 def step_time(records: list[Record]) -> str:
     """Predicted steps beside published ones."""
     rows = [
@@ -689,6 +708,7 @@ SECTIONS = {
     "drill": ("Faults on purpose", drill),
     "observability": ("What watching costs", observability),
     "pods": ("Compiling for pods", pods),
+    "tune_options": ("Settings that a search found", tune_options),
     "step_time": ("Predicted steps beside published ones", step_time),
     "blind_predictions": ("Predictions before the answers", blind_predictions),
     "notebooks": ("Chapters in their readers' environments", notebooks),

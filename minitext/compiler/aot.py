@@ -91,7 +91,9 @@ def compile_step(
     if not buffers:  # the compiler left no dump: use its message, and the arguments as requested
         buffers = [*(refusal.buffers if refusal else ()), *_abstract_buffers(fn, args)]
         buffers.sort(key=lambda buffer: -buffer.bytes)
-    sizes = _refused_sizes(refusal, assignment, buffers) if refusal else compiled_sizes(compiled)
+    sizes: dict[str, Any] = (
+        _refused_sizes(refusal, assignment, buffers) if refusal else compiled_sizes(compiled)
+    )
     available = refusal.available if refusal else chip.usable_bytes
     return Report(
         target=target,

@@ -180,8 +180,8 @@ class Linear(nnx.Module):
         """Returns the product with the weight as it is sent in int8, which the backward pass gathers again."""
 
         def multiply(x, w_DF):
-            w_DF = quantized_gather.gather(w_DF, self.axes.index("embed"), specs.w, x.dtype)
-            return project(x, w_DF, specs, self.quantization)
+            sent: Any = quantized_gather.gather(w_DF, self.axes.index("embed"), specs.w, x.dtype)
+            return project(x, sent, specs, self.quantization)
 
         return jax.checkpoint(multiply, prevent_cse=False)(x, self.w.get_value())
 

@@ -5,7 +5,7 @@ Chapters: 11, 14.
 
 import copy
 import math
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -104,7 +104,9 @@ class Ways(int):
         self.slices = slices
         return self
 
-    def __mul__(self, other: int) -> "Ways":
+    def __mul__(self, other: Any) -> Any:
+        if not isinstance(other, int):
+            return NotImplemented  # a tuple, which is repeated
         return Ways(int(self) * int(other), self.slices * slices_of(other))
 
     __rmul__ = __mul__
