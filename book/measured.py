@@ -429,8 +429,8 @@ def tune_options(records: list[Record]) -> str:
     header = ["Model", "Target", "What was changed", "Predicted, ms", "Faster than the start by"]
     tried = sum(len(r["ranked"]) for r in records[-1]["runs"].values())
     return (
-        f"`minitext tune-options` compiled {tried} candidates and predicted their steps; the best are shown. Nothing ran "
-        "on a TPU, and what helps a model this small needn't help a large one.\n\n"
+        f"`minitext tune-options` compiled {tried} candidates and predicted their steps. The best are shown. No TPU "
+        "was used, and what helps a model this small needn't help a large one.\n\n"
         + table(header, rows)
     )
 
