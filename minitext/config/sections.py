@@ -10,13 +10,8 @@ from typing import Literal
 from minitext.config.section import LocalPath, OptionalPath, Section, divisors, setting
 from minitext.files import path_problem, shorten
 
-NOT_GATHERED = (
-    "dp",
-    "zero1",
-    "zero2",
-    "tp",
-    "tp_seq",
-)  # rules by which no layer gathers its weights
+# Rules by which no layer gathers its weights.
+NOT_GATHERED = ("dp", "zero1", "zero2", "tp", "tp_seq")
 
 
 class RunConfig(Section):
