@@ -10,6 +10,7 @@ Both spellings of rotary positions are read: `rope_theta` with `rope_scaling`, a
 Chapters: 23.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,7 +107,8 @@ def quoted(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-class Target(NamedTuple):
+@dataclass(frozen=True)
+class Target:
     """A configuration that is being written as config.json.
 
     Attributes:
@@ -117,9 +119,15 @@ class Target(NamedTuple):
     layers: Sequence[ModelConfig]
     length: int
 
+    @functools.cached_property
+    def settings(self) -> list[dict[str, Any]]:
+        """`settings` of each layer."""
+        known = {id(layer): settings(layer) for layer in self.layers}
+        return [known[id(layer)] for layer in self.layers]
+
     def each(self, key: str) -> list[Any]:
         """Returns a key's value in each layer; None where the layer's variant doesn't have it."""
-        return [settings(layer).get(key) for layer in self.layers]
+        return [found.get(key) for found in self.settings]
 
     def one(self, key: str) -> Any:
         """Returns the value that all layers with this key share.
@@ -130,7 +138,7 @@ class Target(NamedTuple):
         Raises:
           UserError: if they differ.
         """
-        values = {settings(layer)[key] for layer in self.layers if key in settings(layer)}
+        values = {found[key] for found in self.settings if key in found}
         if len(values) > 1:
             raise UserError(f"model.{key} differs between layers, and config.json has one value")
         if not values and key in HEADS:
