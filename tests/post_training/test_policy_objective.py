@@ -94,7 +94,7 @@ def by_formula(cfg, state, batch, how):
             ("mesh.fsdp=2", "mesh.tensor=2", "mesh.data=1"),
             marks=pytest.mark.audit,
         ),
-        ("grpo", "constant", ()),
+        pytest.param("grpo", "constant", (), marks=pytest.mark.audit),
         ("ppo", "sequence", ("mesh.fsdp=2", "mesh.tensor=2", "mesh.data=1")),
     ],
 )

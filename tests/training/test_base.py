@@ -201,7 +201,8 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", audit_but(["fsdp_tp"], [*MESHES]))
+@pytest.mark.audit
+@pytest.mark.parametrize("name", [*MESHES])
 def test_a_step_is_the_same_on_every_mesh(tiny, name):
     def step(*settings):
         cfg = tiny(*LORA, *settings)

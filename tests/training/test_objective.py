@@ -73,7 +73,10 @@ BASE = ["optim.learning_rate=1e-2", "optim.warmup_steps=0"]
             marks=pytest.mark.audit,
         ),
         pytest.param(["mesh.fsdp=4", "mesh.context=2", "mesh.data=1"], marks=pytest.mark.audit),
-        ["mesh.stage=2", "mesh.data=2", "mesh.fsdp=2", "pipeline.schedule=1f1b"],
+        pytest.param(
+            ["mesh.stage=2", "mesh.data=2", "mesh.fsdp=2", "pipeline.schedule=1f1b"],
+            marks=pytest.mark.audit,
+        ),
     ],
     ids=["microbatches", "fsdp, tensor and chunks", "context", "1f1b"],
 )
