@@ -118,7 +118,10 @@ CASES = {
 # TFLOP/s a chip: its script counts 6 x parameters x tokens and half of attention's 12 x heads x head x layers x T^2.
 PUBLISHED = {
     "maxtext-32b": 3252.355 / 328,  # README.md beside the script: 1x v5p-128
+    "maxtext-128b": 3227.616 / 315,  # 1x v5p-256
+    "maxtext-512b": 12788.42 / 294,  # 1x v5p-1024
     "llama3.1-70b-64-chips": 12.20,  # training/ironwood/README.md
+    "llama3.1-70b-256-chips": 12.27,
     "mistral-7b": 6.320,  # the recipe's README.md, step 6
 }
 
