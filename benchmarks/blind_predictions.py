@@ -5,9 +5,9 @@
 minitext's kernels and options were improved with the four cases of step_time.py as a goal. These twelve are the test:
 MaxText's commands and recipes were read without their times, mapped as `minitext maxtext explain` maps them, compiled
 with the options recommended for the chip, and predicted. The history of this file and of the record shows the order:
-the list, then the predictions, then the published times. The first three are predicted, before two mistakes that they
-showed were corrected in minitext.compiler; the times of the other nine are unread. The figures for v5e were seen while
-looking for configurations, so none of the twelve is for v5e.
+the list, then the predictions, then the published times. maxtext-32b, llama3.1-70b-64-chips and mistral-7b came first, and
+showed two mistakes in minitext.compiler; these were corrected before the three after them. The times of the other six are
+unread. The figures for v5e were seen while looking for configurations, so none of the twelve is for v5e.
 
 Where a step needs more memory in minitext than the chips have, its batch is computed in two parts: the same products
 with the same policy, and the weights are gathered twice.
