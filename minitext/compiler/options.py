@@ -61,18 +61,19 @@ KNOWN = {
 # By chip; xla.recommended=false leaves them out. The record step_time-2026-11-26.json has predictions without and with
 # them: GPT-3 175B on 256 v6e takes 22.28 and 17.04 s a step, Llama 2 70B on 512 v5p 24.54 and 21.71, Llama 3 8B
 # on 256 v6e 5.72 and 4.66, Mixtral 8x7B on 256 v5p 11.19 and 11.05.
-_MORE_VMEM = {"xla_tpu_scoped_vmem_limit_kib": "98304"}
+SCOPED_VMEM = "xla_tpu_scoped_vmem_limit_kib"
+SPARSE_CORE_COLLECTIVES = {
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
+    "xla_tpu_use_tc_device_shape_on_sc": "true",
+    "xla_sc_enable_instruction_fusion": "false",
+    "xla_sc_disable_megacore_partitioning": "true",
+}
 RECOMMENDED: dict[str, dict[str, str]] = {
-    "v5p": _MORE_VMEM,
-    "v6e": _MORE_VMEM | {
-        "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
-        "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
-        "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
-        "xla_tpu_use_tc_device_shape_on_sc": "true",
-        "xla_sc_enable_instruction_fusion": "false",
-        "xla_sc_disable_megacore_partitioning": "true",
-    },
-}  # fmt: skip
+    "v5p": {SCOPED_VMEM: "98304"},
+    "v6e": {SCOPED_VMEM: "98304"} | SPARSE_CORE_COLLECTIVES,
+}
 FIXED_ORDER = "xla_gpu_exclude_nondeterministic_ops"
 OF_A_PLATFORM = {"xla_tpu_": "tpu", "xla_sc_": "tpu", "xla_gpu_": "gpu", "xla_cpu_": "cpu"}
 

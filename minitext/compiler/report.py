@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minitext.compiler.buffers import Buffer
+from minitext.sharding.mesh import show_factors
 from minitext.terminal import print_tables, show_bytes, table
 
 LISTED = 12  # largest buffers that a report keeps
@@ -120,7 +121,7 @@ def print_report(report: Report) -> None:
     times = f"lowered in {report.lower_seconds:.1f} s, compiled in {report.compile_seconds:.1f} s"
     last = [f"to make it fit: {line}" for line in report.advice]
     last += [f"set for {report.slices} slices: {changed}"] if changed else []
-    crossing = " and ".join(f"mesh.{axis} by {factor}" for axis, factor in report.across.items())
+    crossing = show_factors(report.across)
     last += [f"across {report.slices} slices: {crossing}"] if crossing else []
     print_tables(
         head,

@@ -23,7 +23,7 @@ from minitext.config.config import Config
 from minitext.models.flops import count_attention
 from minitext.models.moe import capacity
 from minitext.perf.sizes import Matrix, Sizes, check_gathers, check_products, slices_of
-from minitext.sharding.mesh import count_slices
+from minitext.sharding.mesh import count_slices, show_factors
 from minitext.sharding.pipeline_schedule import stored_groups
 from minitext.terminal import show_bytes
 
@@ -120,18 +120,18 @@ def across_slices(cfg: Config, mesh: Mesh | AbstractMesh) -> list[str]:
     factors = cfg.mesh.dcn.factors()
     if not factors:
         return []
-    shown = " and ".join(f"mesh.{axis} by {factor}" for axis, factor in factors.items())
     sent = show_bytes(sum_across(predict(cfg, mesh, "tpu")))
     lines = [
-        f"{math.prod(factors.values())} slices: {shown} cross, and each device sends {sent} to other slices in a step"
+        f"across {math.prod(factors.values())} slices: {show_factors(factors)}; each device sends {sent} to the others "
+        "in a step"
     ]
     for axis in ("context", "tensor", "expert"):  # what crosses by these can't wait
         if axis in factors:
             only = {f"mesh.dcn.{other}": 1 for other in factors if other != axis}
             sent = show_bytes(sum_across(predict(cfg.replace(only), mesh, "tpu")))
             lines.append(
-                f"mesh.dcn.{axis}={factors[axis]}: {sent} of that are sent in the middle of layers, which wait for the "
-                "slow network: let data, stage or fsdp cross instead"
+                f"mesh.dcn.{axis}={factors[axis]}: {sent} of that cross the slow network while a layer waits for them: "
+                "let data, stage or fsdp cross instead"
             )
     return lines
 

@@ -29,7 +29,7 @@ from minitext.models.flops import all_layers, count_params
 from minitext.perf import comms, memory, roofline, step_time
 from minitext.perf.sizes import Sizes
 from minitext.sharding.check import check_mesh
-from minitext.sharding.mesh import AXES, abstract_mesh, factors_across, with_slices
+from minitext.sharding.mesh import AXES, abstract_mesh, factors_across, show_factors, with_slices
 from minitext.terminal import print_tables, show_bytes, table
 
 
@@ -383,9 +383,8 @@ def _batches(cfg: Config, ways: int) -> Iterator[dict[str, int]]:
 
 
 def _notes(cfg: Config, target: Target) -> Iterator[str]:
-    crossing = [f"mesh.{axis} by {factor}" for axis, factor in _across(cfg, target).items()]
-    if crossing:
-        yield f"across {target.slices} slices: {' and '.join(crossing)}"
+    if crossing := show_factors(_across(cfg, target)):
+        yield f"across {target.slices} slices: {crossing}"
     if target.slices > 1 and not target.chip.dcn_bandwidth:
         yield (
             f"the bandwidth of {target.chip.name} on the data-centre network is not known: the times leave out what "

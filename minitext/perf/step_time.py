@@ -23,7 +23,7 @@ from minitext.errors import DoesNotFit, UserError
 from minitext.models.flops import count_flops
 from minitext.perf.kernel_time import kernel_seconds
 from minitext.perf.step_schedule import Event, Machine, Walk
-from minitext.sharding.mesh import factors_across
+from minitext.sharding.mesh import factors_across, show_factors
 from minitext.terminal import print_tables, show_bytes, table
 from minitext.training import compile
 
@@ -197,8 +197,8 @@ def print_step_time(found: StepTime) -> None:
         for name, seconds in found.parts.items()
         if seconds
     ]
-    crossing = " and ".join(f"mesh.{axis} by {factor}" for axis, factor in found.across.items())
-    sent = f"{crossing} cross slices: each device sends {show_bytes(round(found.sent_across))} to others"
+    sent = show_bytes(round(found.sent_across))
+    sent = f"across slices: {show_factors(found.across)}; each device sends {sent} to the others"
     print_tables(
         f"a step on {found.target}: {_time(found.seconds)}, between {_time(found.lower)} with everything overlapped "
         f"and {_time(found.upper)} with nothing overlapped",

@@ -37,7 +37,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from minitext import files
 from minitext.compiler.llo_compiler import why_it_stopped
-from minitext.compiler.options import chosen
+from minitext.compiler.options import SCOPED_VMEM, SPARSE_CORE_COLLECTIVES, chosen
 from minitext.compiler.targets import Target, fit_slices, is_free, parse_target, topology_mesh
 from minitext.config.config import Config, load_config, to_yaml
 from minitext.errors import UserError
@@ -59,7 +59,6 @@ REMAT = (
     {"model.remat": "full", "model.remat_save": ()},
 )
 MICROBATCHES = (1, 2, 4, 8, 16)
-SCOPED_VMEM = "xla_tpu_scoped_vmem_limit_kib"
 VMEM_KIB = (32_768, 65_536, 98_304)
 # Options that MaxText's recipes set together (`minitext.compiler.options.KNOWN` says what each does).
 SETS: dict[str, dict[str, str]] = {
@@ -68,14 +67,7 @@ SETS: dict[str, dict[str, str]] = {
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
         "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
     },
-    "sparse_core_collectives": {
-        "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
-        "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
-        "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
-        "xla_tpu_use_tc_device_shape_on_sc": "true",
-        "xla_sc_enable_instruction_fusion": "false",
-        "xla_sc_disable_megacore_partitioning": "true",
-    },
+    "sparse_core_collectives": SPARSE_CORE_COLLECTIVES,
     "all_gather_pipelining": {
         "xla_tpu_enable_ag_backward_pipelining": "true",
         "xla_should_allow_loop_variant_parameter_in_chain": "ENABLED",
@@ -492,7 +484,7 @@ def print_tuning(found: Tuning) -> None:
                 )
             )  # fmt: skip
     heads = ("seconds a step", "interval", "memory", "gain", "changed")
-    end = "no dimension improves the best any more" if found.finished else "the budget is spent"
+    end = "no single change makes it faster" if found.finished else "the budget is spent"
     print_tables(
         f"{found.target}: {len(found.ranked)} candidates, {found.compiled} of them compiled now; {end}",
         table(heads, rows or [("none fits",)], right=(0, 1, 2, 3)),

@@ -153,7 +153,8 @@ def engine_devices(mesh: Mesh, count: int) -> list[Any]:
     ):
         raise UserError(
             f"objective.engine_devices={count}: each process has an engine, and {len(devices)} devices of "
-            f"{jax.process_count()} processes can't be divided so: choose 1, or a divisor of each process's devices"
+            f"{jax.process_count()} processes can't be divided like that: choose 1, or a divisor of each process's "
+            "devices"
         )
     return found[jax.process_index()]
 

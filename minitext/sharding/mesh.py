@@ -8,7 +8,7 @@ Chapters: 9.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -129,6 +129,11 @@ def factors_across(cfg: MeshConfig, sizes: dict[str, int], slices: int) -> dict[
                 f"slices: set mesh.{axis} to a multiple of {factor}"
             )
     return across
+
+
+def show_factors(factors: Mapping[str, int]) -> str:
+    """Writes axes that cross slices as `mesh.data by 2 and mesh.fsdp by 4`; nothing if there are none."""
+    return " and ".join(f"mesh.{axis} by {factor}" for axis, factor in factors.items())
 
 
 def with_slices(cfg: Config, sizes: dict[str, int], slices: int) -> Config:

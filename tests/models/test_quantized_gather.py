@@ -1,6 +1,5 @@
 """Weights that devices send in int8: rounding, gradients, every mesh, and what a compiled step really sends."""
 
-import functools
 from collections import Counter
 
 import jax
@@ -19,16 +18,11 @@ from minitext.sharding.mesh import make_mesh
 from minitext.training.step import (
     abstract_batch,
     abstract_state,
-    init_state,
     make_train_step,
-    make_value_and_grad,
 )
 from tests.compiler.test_aot import needs_libtpu
+from tests.models.test_quantization import SMALL, gradients
 
-SMALL = [
-    "model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.mlp=64", "model.vocab=128",
-    "data.seq_len=16", "train.global_batch=8", "data.source=grammar", "model.scan_layers=true",
-]  # fmt: skip
 ROUNDED = "sharding.gather_dtype=int8"
 
 
@@ -62,29 +56,6 @@ def test_devices_gather_what_one_has():
     assert jnp.array_equal(got, gather(w, 0, None, jnp.float32))
 
 
-def batch_of(cfg):
-    B, T, V = cfg.train.global_batch, cfg.data.seq_len, cfg.model.vocab
-    tokens = jax.random.randint(jax.random.key(5), (B, T + 1), 0, V)
-    ones = jnp.ones((B, T))
-    return {
-        "tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": jnp.broadcast_to(jnp.arange(T), (B, T)),
-        "segment_ids": ones.astype(jnp.int32), "loss_mask": ones,
-    }  # fmt: skip
-
-
-@functools.cache
-def gradients(*settings):
-    """Returns the loss per token and the gradients as one vector, on the first devices of the mesh's size."""
-    cfg = mt.load_config("laptop", [*SMALL, *settings])
-    count = int(np.prod(list(cfg.mesh.sizes().values())))
-    mesh = make_mesh(cfg.mesh, devices=jax.devices()[:count])
-    with jax.set_mesh(mesh):
-        state, step = init_state(cfg, mesh), jax.jit(make_value_and_grad(cfg, mesh))
-        (loss, _), grads = step(state.params, batch_of(cfg))
-    leaves = [np.ravel(leaf) for leaf in jax.tree.leaves(grads)]
-    return float(loss) / (cfg.train.global_batch * cfg.data.seq_len), np.concatenate(leaves)
-
-
 MESHES = {
     "fsdp_tp": ["mesh.fsdp=4", "mesh.tensor=2", "mesh.data=1"],
     "all": ["mesh.fsdp=2", "mesh.context=2", "mesh.data=2"],
@@ -99,9 +70,10 @@ def test_a_step_is_the_same_on_every_mesh(rules):
     exact, _ = gradients("mesh.data=1")
     one_loss, one = gradients("mesh.data=1", ROUNDED)
     loss, found = gradients(*MESHES[rules], f"sharding.rules={rules}", ROUNDED)
-    assert 1e-6 < abs(one_loss - exact) < 1e-2
-    assert abs(loss - one_loss) < 1e-6
-    np.testing.assert_allclose(found, one, atol=2e-5 * np.abs(one).max())
+    assert 1e-5 < abs(one_loss - exact) < 1e-2
+    assert loss == pytest.approx(one_loss, rel=2e-6)
+    for name, want in one.items():
+        np.testing.assert_allclose(found[name], want, atol=5e-6 * np.abs(want).max(), err_msg=name)
 
 
 def sent(target, *settings):

@@ -324,7 +324,7 @@ def test_what_should_not_cross_slices_is_said_with_its_bytes():
     sizes = "mesh.data=2", "mesh.tensor=4", "mesh.dcn.data=2", "mesh.dcn.tensor=2"
     cfg = mt.load_config("laptop", [*TINY, *sizes])
     which, cost = across_slices(cfg, abstract_mesh(cfg.mesh))
-    assert which.startswith("4 slices: mesh.data by 2 and mesh.tensor by 2 cross")
+    assert which.startswith("across 4 slices: mesh.data by 2 and mesh.tensor by 2; each")
     only = sum_across(predicted("laptop", *TINY, *sizes, "mesh.dcn.data=1"))
     assert cost.startswith(f"mesh.dcn.tensor=2: {show_bytes(only)} of that") and only > 0
     assert not across_slices(

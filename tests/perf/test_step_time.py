@@ -34,7 +34,9 @@ def test_what_crosses_slices_is_said(capsys):
     assert "slices" not in capsys.readouterr().out
     sliced = dataclasses.replace(STEP, across={"data": 2, "fsdp": 4}, sent_across=3 * 2.0**20)
     print_step_time(sliced)
-    said = "mesh.data by 2 and mesh.fsdp by 4 cross slices: each device sends 3.00 MiB to others"
+    said = (
+        "across slices: mesh.data by 2 and mesh.fsdp by 4; each device sends 3.00 MiB to the others"
+    )
     assert said in capsys.readouterr().out
     assert sliced.to_json()["across"] == {"data": 2, "fsdp": 4}
 

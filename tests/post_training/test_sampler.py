@@ -153,8 +153,8 @@ def test_each_process_has_the_first_devices_that_are_its_own():
     assert ids(mesh(0, 0, 0, 1, 1, 1), 2) == [0, 1]
     assert ids(mesh(1, 1, 0, 0), 2) == [2, 3] and ids(mesh(1, 0, 0, 1), 1) == [1]
     for processes, count, problem in (
-        ((1, 0, 0, 1), 2, "can't be divided so"),
-        ((0, 0, 1, 1), 4, "can't be divided so"),
+        ((1, 0, 0, 1), 2, "can't be divided like that"),
+        ((0, 0, 1, 1), 4, "can't be divided like that"),
         ((0, 0), 3, "there are 2"),
     ):
         with pytest.raises(UserError, match=problem):
