@@ -126,7 +126,7 @@ def norm_case(dtype, X=1000, D=2048):
     return gpu.rms_norm, xla.rms_norm, args
 
 
-def paged_case(dtype, B=16, N=16, K=4, S=64, X=20, H=128, **mask):
+def paged_case(dtype, B=16, N=16, K=4, S=64, X=20, H=128, held=None, **mask):
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -136,11 +136,19 @@ def paged_case(dtype, B=16, N=16, K=4, S=64, X=20, H=128, **mask):
 
     keys = jax.random.split(jax.random.key(0), 4)
     pages = [jax.random.normal(key, (K, B * X, S, H), dtype) for key in keys[:2]]
+    scales = None
+    if held:  # numbers that 8 bits hold, so that float32 has the same
+        pages = [(32 * x).astype(held).astype(dtype) for x in pages]
+        scales = jax.random.uniform(keys[3], (K, B * X, 2, S), minval=0.01, maxval=0.05)
     table = jax.random.permutation(keys[2], B * X).reshape(B, X).astype(jnp.int32)
     lengths = jnp.asarray(np.linspace(1, X * S, B).astype(np.int32))
 
     def by(paged_attention):
-        return lambda q, k, v: paged_attention(q, k, v, table, lengths, mask=Mask(**mask))
+        def run(q, k, v):
+            k, v = (x.astype(held or x.dtype) for x in (k, v))
+            return paged_attention(q, k, v, table, lengths, mask=Mask(**mask), scales_KP2S=scales)
+
+        return run
 
     return (
         by(gpu.paged_attention),
@@ -165,6 +173,8 @@ KERNELS = {
     "RMSNorm": (norm_case, {}, True),
     "paged attention": (paged_case, {}, False),
     "paged attention, window": (paged_case, {"window": 300}, False),
+    "paged attention, int8": (paged_case, {"held": "int8"}, False),
+    "paged attention, fp8": (paged_case, {"held": "float8_e4m3fn"}, False),
 }
 # In float32 the compiler takes minutes for all variants of attention, which differ in masks alone.
 CASES = [(name, "bfloat16") for name in KERNELS] + [

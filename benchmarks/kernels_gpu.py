@@ -133,8 +133,11 @@ def paged_lengths():
     return np.linspace(1, PAGED["X"] * PAGED["S"], PAGED["B"]).astype(int)
 
 
-def paged_sides():
-    """Returns the arguments, and ours and XLA's paged attention of them; every text owns pages of its own."""
+def paged_sides(held="bfloat16"):
+    """Returns the arguments, and ours and XLA's paged attention of them; every text owns pages of its own.
+
+    Pages in 8 bits have a scale for each token and head. Any numbers do: nothing here depends on what they are.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -142,12 +145,22 @@ def paged_sides():
 
     B, N, K, S, X, H = PAGED.values()
     keys = jax.random.split(jax.random.key(0), 4)
-    pages = [jax.random.normal(key, (K, B * X, S, H), "bfloat16") for key in keys[:2]]
+    narrow = held != "bfloat16"
+    draw = [jax.random.normal(key, (K, B * X, S, H), "bfloat16") for key in keys[:2]]
+    pages = [(x * 32 if narrow else x).astype(held) for x in draw]
     table = jax.random.permutation(keys[2], B * X).reshape(B, X).astype(jnp.int32)
     args = [jax.random.normal(keys[3], (B, N, H), "bfloat16"), *pages]
+    if narrow:
+        args.append(jnp.full((K, B * X, 2, S), 1 / 32))
     lengths = jnp.asarray(paged_lengths(), jnp.int32)
-    sides = {"minitext": gpu.paged_attention, "xla": xla.paged_attention}
-    return args, {name: lambda *x, f=f: f(*x, table, lengths) for name, f in sides.items()}
+
+    def by(f):
+        def run(q, k, v, scales_KP2S=None):
+            return f(q, k, v, table, lengths, scales_KP2S=scales_KP2S)
+
+        return run
+
+    return args, {"minitext": by(gpu.paged_attention), "xla": by(xla.paged_attention)}
 
 
 TILED = ("attention", "grouped_matmul")
@@ -159,6 +172,8 @@ OPERATIONS = {
     "grouped_matmul": (grouped_sides, True),
     "linear_cross_entropy": (entropy_sides, True), "lookup": (lookup_sides, True), "rms_norm": (norm_sides, True),
     "paged_attention": (paged_sides, False),
+    "paged_attention of int8": (functools.partial(paged_sides, "int8"), False),
+    "paged_attention of fp8": (functools.partial(paged_sides, "float8_e4m3fn"), False),
 }  # fmt: skip
 
 
@@ -180,7 +195,8 @@ def work(op, gradients):
             return 2 * E * (2 * X + (X + V if gradients else 0)), "B"
         case "rms_norm":  # forward: read and write; backward: read x and the gradient, write one
             return 2 * NORM["X"] * NORM["D"] * (5 if gradients else 2), "B"
-    return 2 * 2 * PAGED["K"] * PAGED["H"] * int(paged_lengths().sum()), "B"
+    of_a_head = 2 * PAGED["H"] if op == "paged_attention" else PAGED["H"] + 4  # with its scale
+    return 2 * PAGED["K"] * of_a_head * int(paged_lengths().sum()), "B"
 
 
 def with_gradients(f):

@@ -4,11 +4,12 @@
     python benchmarks/train_gpu.py --quick      (one small shape)
     python benchmarks/train_gpu.py
     python benchmarks/train_gpu.py --shapes 1B --seq-lens 4096
+    python benchmarks/train_gpu.py --shapes 1B --seq-lens 4096 train.global_batch=8    (twice the rows)
 
 It can't run on a machine without a GPU, such as the one where minitext is developed: it then prints one line and exits
 with 2. Shapes of about 0.3B, 1B and 3B parameters train on rows of 2,048, 4,096 and 8,192 tokens, 16,384 tokens a
-step, with bfloat16 compute, float32 parameters, AdamW and unrolled layers, by each implementation of attention. A case
-keeps as much as fits: it is tried with nothing recomputed, then with all but matmuls, then with everything, and last
+step, with bfloat16 compute, float32 parameters, AdamW, unrolled layers and logits and loss in one kernel, by each
+implementation of attention; settings of a configuration change that. A case keeps as much as fits: it is tried with nothing recomputed, then with all but matmuls, then with everything, and last
 with one row at a time. One process has the GPU's memory, so cases run one after another, each in its own. MFU is model
 FLOPs (a causal token sees half the keys, nothing recomputed counts) over the data sheet's dense bfloat16 peak in
 `minitext.hardware`; the matmul peak measured in the same process is given with it. As in a run, the steps of a round
@@ -21,7 +22,7 @@ import time
 
 from common import in_subprocess, matmul_peak, no_gpu, parser, require_gpu, write_record
 
-TOKENS = 16_384  # in a step
+TOKENS = 16_384  # in a step, unless a setting says otherwise
 WARM_UP = 3
 STEPS = 5  # of a round
 SHAPES = {
@@ -50,7 +51,7 @@ def config(case):
         *(f"model.{key}={value}" for key, value in SHAPES[case["shape"]].items()),
         "model.vocab=32000", "model.dtype=bfloat16", "model.scan_layers=false",
         f"model.attention.impl={case['attention']}", f"data.seq_len={case['seq_len']}", f"train.global_batch={rows}",
-        *(f"{key}={value}" for key, value in memory.items()),
+        "train.loss_impl=auto", *(f"{key}={value}" for key, value in memory.items()), *case["settings"],
     ])  # fmt: skip
 
 
@@ -105,11 +106,12 @@ def measure(case):
             raise
         return {"out_of_memory": True}
     step, chip = statistics.median(seconds), hardware.find_chip(device)
-    rate = count_flops(cfg.model, TOKENS, case["seq_len"]) / step
+    tokens = cfg.train.global_batch * cfg.data.seq_len
+    rate = count_flops(cfg.model, tokens, cfg.data.seq_len) / step
     measured = matmul_peak("bfloat16")
     return {
         "device": device.device_kind, "parameters": count_params(cfg.model), "ms_per_step": step * 1e3,
-        "tokens_per_second": TOKENS / step, "model_flops_per_second": rate,
+        "tokens_per_step": tokens, "tokens_per_second": tokens / step, "model_flops_per_second": rate,
         "mfu": rate / (chip.peak("bf16") / chip.devices) if chip else None,
         "measured_peak_flops": measured, "share_of_measured_peak": rate / measured,
         "memory_peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
@@ -140,6 +142,7 @@ def main():
         "--remat", choices=("none", "dots", "full"), default="none", help="where to begin"
     )
     cli.add_argument("--rounds", type=int, default=5, help=f"rounds of {STEPS} steps (default 5)")
+    cli.add_argument("settings", nargs="*", help="more settings, such as train.global_batch=8")
     args = cli.parse_args()
     require_gpu(__file__)
     if args.case:
@@ -154,6 +157,7 @@ def main():
                     "seq_len": seq_len,
                     "attention": kind,
                     "rounds": args.rounds,
+                    "settings": args.settings,
                 }
                 found = first_that_fits(case, args.remat)
                 results.append(found or {**case, "out_of_memory": True})

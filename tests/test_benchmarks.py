@@ -138,7 +138,7 @@ def test_the_better_type_stands_for_a_system():
 
 @pytest.mark.parametrize(("script", "case"), [
     ("train_cpu", {"dtype": "float32", "batch": 8, "seq_len": 256}),
-    ("train_gpu", {"attention": "xla", "seq_len": 4096, "memory": {"train.microbatches": "rows"}}),
+    ("train_gpu", {"attention": "xla", "seq_len": 4096, "memory": {"train.microbatches": "rows"}, "settings": []}),
 ])  # fmt: skip
 def test_shapes_have_the_sizes_they_are_named_after(script, case):
     module = __import__(script)

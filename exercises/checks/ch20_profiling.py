@@ -113,7 +113,7 @@ def reads(fn, t, events, window, why):
     ns = {"You return nanoseconds: divide by the window's length": want_idle * length}
     ns["You return the busy nanoseconds"] = (1 - want_idle) * length
     spans = sorted((max(e[2], w0), e[3], e[0]) for e in events)
-    ns["Busy time after the window's end counts too in yours"] = 1 - covered(spans, w0) / length
+    ns["You also count busy time after the window's end"] = 1 - covered(spans, w0) / length
     ns["You add up the lanes; when two of them are busy at once, the time counts once"] = (
         1 - sum(want.values()) / length
     )
@@ -1552,7 +1552,7 @@ def _(fn, t):
             ]
             last = "other" if ends > 3 * n else "all-reduce.4"
             why = f"all-reduce.4 is open from {n} to {3 * n}, a {kind} wait from {n + 3} to {ends}"
-            finds(fn, t, events, f"{why}: while both are open, {last} ends last and has the blame")
+            finds(fn, t, events, f"{why}: while both are open, {last} ends last and gets the blame")
 
 
 @find_stall.check("several waits at once")
