@@ -329,14 +329,16 @@ def main():
         found = checks[args.case["check"]](args.case)
         print(json.dumps({"device": jax.devices()[0].device_kind, "found": found}))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        kernels = in_subprocess(__file__, {"check": "kernels"})
-        figures = {"device": kernels["device"], "kernels": kernels["found"]}
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # runs train while kernels compile
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
+        checked = pool.submit(in_subprocess, __file__, {"check": "kernels"})
+        training = check_training(Path(folder))
+        kernels = checked.result()
+        figures = {"device": kernels["device"], "kernels": kernels["found"], "training": training}
         wrong = [name for name, one in figures["kernels"].items() if not one["passed"]]
         print(
             f"kernels: {len(figures['kernels'])} cases, too far off: {wrong or 'none'}", flush=True
         )
-        figures["training"] = check_training(Path(folder))
         print(f"training: {figures['training']}", flush=True)
         run = str(Path(folder) / "whole")
         figures["generation"] = in_subprocess(__file__, {"check": "generation", "run": run})[

@@ -4,7 +4,7 @@
     python benchmarks/train_gpu.py --quick      (one small shape)
     python benchmarks/train_gpu.py
     python benchmarks/train_gpu.py --shapes 1B --seq-lens 4096
-    python benchmarks/train_gpu.py --shapes 1B --seq-lens 4096 train.global_batch=8    (twice the rows)
+    python benchmarks/train_gpu.py train.global_batch=12 --shapes 1B --seq-lens 4096    (three times the rows)
 
 It can't run on a machine without a GPU, such as the one where minitext is developed: it then prints one line and exits
 with 2. Shapes of about 0.3B, 1B and 3B parameters train on rows of 2,048, 4,096 and 8,192 tokens, 16,384 tokens a
@@ -142,7 +142,7 @@ def main():
         "--remat", choices=("none", "dots", "full"), default="none", help="where to begin"
     )
     cli.add_argument("--rounds", type=int, default=5, help=f"rounds of {STEPS} steps (default 5)")
-    cli.add_argument("settings", nargs="*", help="more settings, such as train.global_batch=8")
+    cli.add_argument("settings", nargs="*", help="more settings, before the options")
     args = cli.parse_args()
     require_gpu(__file__)
     if args.case:
