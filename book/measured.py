@@ -333,7 +333,7 @@ def train_gpu(records: list[Record]) -> str:
     """MFU on a GPU."""
     rows = [
         [
-            r["shape"], f"{r['seq_len']:,}", r["attention"], r["memory"]["model.remat"],
+            r["shape"], f"{r['seq_len']:,}", f"{r['tokens_per_step']:,}", r["attention"], r["memory"]["model.remat"],
             f"{r['tokens_per_second']:,.0f}", f"{r['mfu']:.1%}" if r["mfu"] else "",
             f"{r['share_of_measured_peak']:.1%}",
         ]
@@ -341,10 +341,32 @@ def train_gpu(records: list[Record]) -> str:
         if "mfu" in r
     ]  # fmt: skip
     header = [
-        "Parameters", "Row", "Attention", "Recomputed", "Tokens/s", "MFU (data sheet)", "Of the measured peak",
+        "Parameters", "Row", "Tokens a step", "Attention", "Recomputed", "Tokens/s", "MFU (data sheet)",
+        "Of the measured peak",
     ]  # fmt: skip
     return (
         f"On one {records[-1]['results'][0]['device']}, layers unrolled.\n\n{table(header, rows)}"
+    )
+
+
+def decode_gpu(records: list[Record]) -> str:
+    """Generation on a GPU."""
+    rows = [
+        [
+            str(case["batch"]), name, f"{r['prefill_ms']:.1f}", f"{r['tokens_per_second']:,.0f}",
+            f"{r['share_of_bandwidth']:.0%}", "" if name == "minitext" else f"{r['decode_ratio']:.2f}",
+        ]
+        for case in records[-1]["cases"]
+        for name, r in case["results"].items()
+    ]  # fmt: skip
+    header = [
+        "Texts", "System", "Prefill, ms", "Tokens/s", "Of the bandwidth", "Its time for a token / minitext's",
+    ]  # fmt: skip
+    case = records[-1]["cases"][0]
+    return (
+        f"About 1B random parameters in bfloat16 on one {records[-1]['device']}: after {case['prompt_length']} tokens, "
+        f"{case['new_tokens']} more. A decode step must read the weights and the cache; that is the bandwidth's "
+        f"share.\n\n{table(header, rows)}"
     )
 
 
@@ -379,11 +401,6 @@ def check_gpu(records: list[Record]) -> str:
         f"interrupted and resumed {_bit_equal(training['resumed_bit_equal'])}.",
         f"The engine, with its paged kernels, drew {tokens} tokens as generation with one cache.",
     ]
-    if not training["twice_bit_equal"]:
-        parts.append(
-            "Since then a GPU's train step is compiled to add in a fixed order: with that option, given by hand on the "
-            "same day, two runs of 40 steps were bit-equal."
-        )
     if "artefact" in r:
         same = "the same tokens as" if r["artefact"]["same_tokens"] else "other tokens than"
         parts.append(f"An artefact exported on a CPU gave {same} there.")
@@ -698,6 +715,7 @@ SECTIONS = {
     "post_training_tunix": ("Post-training, ours and Tunix's", post_training_tunix),
     "sft_smollm2": ("Fine-tuning a published model", sft_smollm2),
     "train_gpu": ("Training on a GPU", train_gpu),
+    "decode_gpu": ("Generating on a GPU", decode_gpu),
     "kernels_gpu": ("Kernels on a GPU", kernels_gpu),
     "check_gpu": ("Results on a GPU", check_gpu),
     "compile": ("Starting and compiling", compile_),

@@ -1438,8 +1438,8 @@ def chosen(t, fn, *cases):
         if text or (spent == least and not over):
             continue
         stack = inputs, kept, times
-        text = f"{why}: inputs {inputs}, kept {kept}, times {times}, memory {memory:,}. Got "
-        text += "None" if got is None else told_of(got, *stack)
+        text = f"{why}: inputs {inputs}, kept {kept}, times {times}, memory {memory:,}. Your answer "
+        text += "is None" if got is None else told_of(got, *stack)
         if least is None:
             text += ". No choice fits"
         elif len(kept) <= 5:
@@ -1622,6 +1622,11 @@ mistaken_choice(
     price=lambda times: times[0],
 )
 mistaken_choice(
+    "longest_layer_paid",
+    "You count the time of a group's longest layer alone. Its layers run one after another, so add up their times.",
+    price=max,
+)
+mistaken_choice(
     "fewest_layers",
     "You look for the fewest layers that run again. Their times differ: look for the least time.",
     price=len,
@@ -1669,6 +1674,23 @@ mistaken_choice(
     "last_layer_named",
     "Your groups end with their last layer. `(a, b)` has the layers a to b - 1, as in a slice.",
     last_layer_named,
+)
+
+
+def neighbours_joined(inputs, kept, times, memory):
+    found = least_by_trying(inputs, kept, times, memory)
+    joined = []
+    for a, b in found or ():
+        if joined and joined[-1][1] == a:
+            a = joined.pop()[0]
+        joined.append((a, b))
+    return found and joined
+
+
+mistaken_choice(
+    "neighbours_joined",
+    "You join groups that follow one another without a gap. Two small groups need less at a time than one large.",
+    neighbours_joined,
 )
 
 
