@@ -1438,7 +1438,9 @@ def chosen(t, fn, *cases):
         if text or (spent == least and not over):
             continue
         stack = inputs, kept, times
-        text = f"{why}: inputs {inputs}, kept {kept}, times {times}, memory {memory:,}. Your answer "
+        text = (
+            f"{why}: inputs {inputs}, kept {kept}, times {times}, memory {memory:,}. Your answer "
+        )
         text += "is None" if got is None else told_of(got, *stack)
         if least is None:
             text += ". No choice fits"
