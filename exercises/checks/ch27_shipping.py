@@ -37,7 +37,8 @@ Write `export_means(window, width, platforms)`. It returns the bytes of *one* pr
   `T` are symbolic; `window` and `width` are plain ints, fixed when you export.
 - It's lowered for exactly the platforms in `platforms`, in that order.
 - At or beyond a text's length, x may hold anything, even NaN.
-- A very large row changes only the means that it is in. (The difference of two long sums loses small numbers.)
+- A row of very large numbers changes only the means that it is in. (The difference of two long sums loses small
+  numbers.)
 - `T` may be smaller than `window`, and as small as 1.
 """,
     hints=(
@@ -233,7 +234,7 @@ one number.
     hints=(
         "Write down who must be compared with whom: manifest with folder, both ways; manifest with program, both ways; "
         "and each array with its file.",
-        "An `if`/`elif` chain per name gives the first fault alone. `name.split('/')` of an absolute path begins with "
+        "An `if`/`elif` chain per name gives only the first fault. `name.split('/')` of an absolute path begins with "
         "an empty part.",
         "An array ends at `offset + size * math.prod(shape)`, with the bytes of its dtype; `math.prod([])` is 1. "
         "Compare `tuple(shape)` with `tuple(wanted_shape)`, never their products.",
