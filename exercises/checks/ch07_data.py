@@ -1550,7 +1550,7 @@ Write `row_of_mixture(weights, i)`, which returns two Python ints: the part that
 comes from, and the number of the row in that part. Let $W$ be the sum of the weights $w_p$. The rule is
 a timetable, with one slot for each row of the mixture:
 
-- Row $j$ of part $p$ *may come* from slot $\\lfloor jW / w_p \\rfloor$ on, and must come *before* slot
+- Row $j$ of part $p$ *may come* in slot $\\lfloor jW / w_p \\rfloor$ or later, and must come *before* slot
   $\\lceil (j + 1)W / w_p \\rceil$, its deadline.
 - Look at the parts whose next row may come in a slot. The part with the earliest deadline gets the
   slot; if there are several, the one with the lowest number.
