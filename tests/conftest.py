@@ -19,6 +19,7 @@ import hypothesis
 import jax
 import pytest
 from jax._src.interpreters import mlir
+from rich.console import Console
 
 import minitext as mt
 from minitext.config.sections import MeshConfig
@@ -165,6 +166,25 @@ def one_device():
 def tiny():
     """Returns a function giving the tiny configuration with further overrides."""
     return lambda *overrides: mt.load_config("laptop", [*TINY, *overrides])
+
+
+@pytest.fixture(scope="session")
+def adapted(tiny, tmp_path_factory):
+    """A folder with a trained run, and a run with adapters beside it of six steps, saved after three.
+
+    It's for all files that need such runs. A test that changes them works on copies.
+    """
+    from minitext.training import run
+
+    folder = tmp_path_factory.mktemp("adapted")
+    cfg = tiny(f"run.dir={folder}", "run.name=base", "train.steps=3")
+    run.train(cfg, Console(quiet=True))
+    values = {
+        "run.name": "tuned", "train.steps": 6, "train.save_every": 3, "optim.learning_rate": 0.01,
+        "model.lora.rank": 4, "model.lora.alpha": 8.0, "checkpoint.load_parameters": f"{folder}/base",
+    }  # fmt: skip
+    run.train(cfg.replace(values), Console(quiet=True))
+    return folder
 
 
 @pytest.fixture(scope="module")

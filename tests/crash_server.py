@@ -17,7 +17,6 @@ import threading
 
 import jax
 import orbax.checkpoint  # noqa: F401
-import tensorboardX  # noqa: F401
 
 from minitext.cli import main as cli
 from minitext.distributed import devices

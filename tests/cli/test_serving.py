@@ -1,7 +1,6 @@
 """A server's adapters are models of their own, chosen by the field `model`, as in vLLM."""
 
 import re
-from pathlib import Path
 
 import openai
 import pytest
@@ -18,26 +17,24 @@ from tests.inference.test_server import Running
 
 
 @pytest.fixture(scope="module")
-def runs(tiny, tmp_path_factory):
+def runs(tiny, adapted, tmp_path_factory):
     """A run, two of adapters beside it that differ, and one of adapters of another form."""
     folder = tmp_path_factory.mktemp("runs")
-    cfg = tiny(f"run.dir={folder}", "run.name=base", "train.steps=2", "model.layers=1")
-    run.train(cfg, Console(quiet=True))
-    for name, rank, seed in (("one", 3, 1), ("two", 3, 2), ("wide", 5, 3)):
-        values = {
-            "run.name": name, "model.lora.rank": rank, "train.seed": seed, "optim.learning_rate": 0.3,
-            "train.steps": 4, "checkpoint.load_parameters": str(folder / "base"),
-        }  # fmt: skip
-        run.train(cfg.replace(values), Console(quiet=True))
-    return folder
+    made = {"base": adapted / "base", "wide": adapted / "tuned"}
+    for name, seed in (("one", 1), ("two", 2)):
+        cfg = tiny(f"run.dir={folder}", f"run.name={name}", "model.lora.rank=3", f"train.seed={seed}",
+                   "optim.learning_rate=0.3", "train.steps=4",
+                   f"checkpoint.load_parameters={made['base']}")  # fmt: skip
+        made[name] = run.train(cfg, Console(quiet=True))
+    return made
 
 
 @pytest.mark.slow
 def test_each_adapter_is_a_model(runs, tmp_path, monkeypatch):
-    given = [f"{name}={runs / name}" for name in ("one", "two")]
-    adapters = _adapters(given, runs / "base", "base")
-    served, step = _load(runs / "base", "base", EngineOptions(), None, None, adapters)
-    assert step == 2
+    given = [f"{name}={runs[name]}" for name in ("one", "two")]
+    adapters = _adapters(given, runs["base"], "base")
+    served, step = _load(runs["base"], "base", EngineOptions(), None, None, adapters)
+    assert step == 3
     server = Running(tmp_path)
     server.engine.close()
     monkeypatch.setattr(server.served, "engine", served.engine)
@@ -56,7 +53,7 @@ def test_each_adapter_is_a_model(runs, tmp_path, monkeypatch):
                 model=name, prompt="the cat", max_tokens=8, temperature=0
             )
             assert got.model == name
-            cfg, params, tokenizer, _ = load_merged(runs / name)
+            cfg, params, tokenizer, _ = load_merged(runs[name])
             prompt = tokenizer.encode("the cat")
             greedy = Sampling(temperature=0.0)
             want = generate(
@@ -90,18 +87,17 @@ def test_each_adapter_is_a_model(runs, tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_adapters_that_cannot_be_served_are_refused(runs, given, says):
-    folders = {path.name: str(path) for path in Path(runs).iterdir()}
     with pytest.raises(UserError, match=re.escape(says)) as error:
-        _adapters([text.format(**folders) for text in given], runs / "base", "base")
+        _adapters([text.format(**runs) for text in given], runs["base"], "base")
     assert "\n" not in str(error.value)
 
 
 def test_adapters_of_another_base_are_refused(runs):
     with pytest.raises(UserError, match="has adapters of its own"):
-        _adapters([f"one={runs / 'one'}"], runs / "two", "two")
+        _adapters([f"one={runs['one']}"], runs["two"], "two")
 
 
 def test_devices_that_do_not_divide_the_model_are_refused_before_it_is_read(runs, tmp_path):
-    (tmp_path / "config.yml").write_text((runs / "base" / "config.yml").read_text())
+    (tmp_path / "config.yml").write_text((runs["base"] / "config.yml").read_text())
     with pytest.raises(UserError, match="model.heads=4 is not divisible by mesh.tensor=8"):
         _load(tmp_path, "base", EngineOptions(), _mesh(MeshConfig(data=1, tensor=8)), None, {})

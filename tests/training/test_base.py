@@ -32,16 +32,10 @@ def variables(state):
     return jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
-@pytest.fixture(scope="module")
-def runs(tiny, tmp_path_factory):
-    """A folder with a trained run, and a run with adapters beside it of six steps, saved after three."""
-    folder = tmp_path_factory.mktemp("runs")
-    where = (f"run.dir={folder}",)
-    run.train(tiny(*where, "run.name=base", "train.steps=3"), QUIET)
-    cfg = tiny(*where, *LORA, "run.name=tuned", "train.steps=6", "train.save_every=3",
-               f"checkpoint.load_parameters={folder}/base")  # fmt: skip
-    run.train(cfg, QUIET)
-    return folder, cfg
+@pytest.fixture
+def runs(adapted):
+    """The folder of both runs, and the configuration of the one with adapters."""
+    return adapted, run_dir.read_config(adapted / "tuned")
 
 
 def again(runs, tmp_path, *changes):
