@@ -17,6 +17,7 @@ import threading
 
 import jax
 import orbax.checkpoint  # noqa: F401
+import tensorboardX  # noqa: F401
 
 from minitext.cli import main as cli
 from minitext.distributed import devices

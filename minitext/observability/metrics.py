@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from minitext import files
-from minitext.observability.events import EventsWriter
 
 
 class MetricsWriter(AbstractContextManager):
@@ -29,11 +28,21 @@ class MetricsWriter(AbstractContextManager):
     """
 
     def __init__(self, directory: Path, after_step: int = 0):
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2
+
         self.path = Path(directory) / FILE
         kept = [r for r in read_metrics(directory) if r["step"] <= after_step]
         files.write(self.path, "".join(json.dumps(r) + "\n" for r in kept))
         self._file = self.path.open("a", encoding="utf-8")
-        self._events = EventsWriter(Path(directory) / "tensorboard", first_step=after_step + 1)
+        # Not SummaryWriter: its thread dies when the disk is full, and the next record would wait for it forever.
+        events = Path(directory) / "tensorboard"
+        events.mkdir(exist_ok=True)
+        self._events = EventsWriter(str(events / "events"))
+        self._proto: Any = event_pb2  # its classes are created at import
+        # Makes TensorBoard discard what an earlier, killed process wrote for these steps.
+        started = self._proto.SessionLog(status=self._proto.SessionLog.START)
+        self._events.write_event(self._proto.Event(step=after_step + 1, session_log=started))
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Writes one step's record, which has at least `step`; NaN and infinity become strings."""
@@ -43,8 +52,12 @@ class MetricsWriter(AbstractContextManager):
         }
         self._file.write(json.dumps(safe) + "\n")
         self._file.flush()
-        numbers = {k: v for k, v in record.items() if k != "step" and isinstance(v, (int, float))}
-        self._events.write(record["step"], numbers)
+        event = self._proto.Event(step=record["step"], wall_time=time.time())
+        for name, value in record.items():
+            if name != "step" and isinstance(value, (int, float)):
+                event.summary.value.add(tag=name, simple_value=value)
+        self._events.write_event(event)
+        self._events.flush()
 
     def close(self) -> None:
         """Closes both files."""
