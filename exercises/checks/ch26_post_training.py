@@ -458,7 +458,7 @@ A server has one copy of the weights and N adapters, and each row of a batch may
   gradient may be touched by them.
 - It works under `jax.jit`, with `which_B` traced.
 
-Where the checks look at the sizes of arrays, the products B T and B R are smaller than D and F.
+In the checks that look at the sizes of arrays, B T and B R are both smaller than D and F.
 """,
     hints=(
         "In which order do you have to multiply x, a and b so that no matrix of D times F occurs? And how do you get "

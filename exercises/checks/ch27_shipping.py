@@ -576,7 +576,7 @@ chooses the sizes for a known day of requests.
         "Why is every size of a best choice some request's own length, rounded up to `multiple`? How many sizes does "
         "that leave?",
         "Say you know the best cost of serving the shortest i lengths with k sizes, for all i. The next size covers "
-        "lengths i to j. What does the best cost for j with k + 1 sizes follow from?",
+        "lengths i to j. How do you get the best cost for j with k + 1 sizes from that?",
         "`best[k + 1][j] = min over i < j of best[k][i] + requests(i, j) * seconds(size_j) + compile_seconds`. Keep "
         "which i it was, and in the end take the best k.",
     ),

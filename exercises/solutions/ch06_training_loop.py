@@ -180,7 +180,7 @@ def train_rows(loss, optimizer, params, rows_RT, seed, steps, saved=None):
     Step i, counted from 0 over all calls, is defined by `seed` and i alone:
       - an epoch has R // 4 steps; epoch e takes the rows in the order
         `np.random.default_rng([seed, e]).permutation(R)`, four rows a step; the
-        R % 4 last ones of the order are left out;
+        last R % 4 rows of that order are left out;
       - its key is `jax.random.fold_in(jax.random.key(seed), i)`.
 
     Args:
