@@ -17,7 +17,8 @@ import threading
 
 import jax
 import orbax.checkpoint  # noqa: F401
-import tensorboardX  # noqa: F401
+import tensorboard.compat.proto.event_pb2
+import tensorboard.summary.writer.record_writer  # noqa: F401
 
 from minitext.cli import main as cli
 from minitext.distributed import devices

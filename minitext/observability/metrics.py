@@ -6,6 +6,7 @@ Chapters: 6, 20.
 import contextlib
 import json
 import math
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -28,21 +29,23 @@ class MetricsWriter(AbstractContextManager):
     """
 
     def __init__(self, directory: Path, after_step: int = 0):
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto import event_pb2
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self.path = Path(directory) / FILE
         kept = [r for r in read_metrics(directory) if r["step"] <= after_step]
         files.write(self.path, "".join(json.dumps(r) + "\n" for r in kept))
         self._file = self.path.open("a", encoding="utf-8")
-        # Not SummaryWriter: its thread dies when the disk is full, and the next record would wait for it forever.
         events = Path(directory) / "tensorboard"
         events.mkdir(exist_ok=True)
-        self._events = EventsWriter(str(events / "events"))
+        # Not EventFileWriter: its thread would keep a full disk to itself until the run ends.
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
+        self._events = RecordWriter((events / name).open("xb"))
         self._proto: Any = event_pb2  # its classes are created at import
+        self._write_event(file_version="brain.Event:2")
         # Makes TensorBoard discard what an earlier, killed process wrote for these steps.
         started = self._proto.SessionLog(status=self._proto.SessionLog.START)
-        self._events.write_event(self._proto.Event(step=after_step + 1, session_log=started))
+        self._write_event(step=after_step + 1, session_log=started)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Writes one step's record, which has at least `step`; NaN and infinity become strings."""
@@ -52,11 +55,15 @@ class MetricsWriter(AbstractContextManager):
         }
         self._file.write(json.dumps(safe) + "\n")
         self._file.flush()
-        event = self._proto.Event(step=record["step"], wall_time=time.time())
+        summary = self._proto.Event().summary
         for name, value in record.items():
             if name != "step" and isinstance(value, (int, float)):
-                event.summary.value.add(tag=name, simple_value=value)
-        self._events.write_event(event)
+                summary.value.add(tag=name, simple_value=value)
+        self._write_event(step=record["step"], summary=summary)
+
+    def _write_event(self, **fields: Any) -> None:
+        event = self._proto.Event(wall_time=time.time(), **fields)
+        self._events.write(event.SerializeToString())
         self._events.flush()
 
     def close(self) -> None:

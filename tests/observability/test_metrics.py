@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from minitext.observability.metrics import (
     MemoryReader,
@@ -24,7 +25,18 @@ def test_written_lines_are_read_back(tmp_path):
         for step in (1, 2):
             writer.write({"step": step, "loss": 1.5 / step})
     assert read_metrics(tmp_path) == [{"step": 1, "loss": 1.5}, {"step": 2, "loss": 0.75}]
-    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_tensorboard_shows_a_resumed_run_as_one_curve(tmp_path):
+    """Also when it resumes within the second in which it was killed."""
+    for after, steps in ((0, (1, 2, 3, 4)), (2, (3, 4))):
+        with MetricsWriter(tmp_path, after_step=after) as writer:
+            for step in steps:
+                writer.write({"step": step, "loss": after + step / 4, "lr": 10**40, "note": "x"})
+    curves = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert curves.Tags()["scalars"] == ["loss", "lr"]
+    found = [(event.step, event.value) for event in curves.Scalars("loss")]
+    assert found == [(1, 0.25), (2, 0.5), (3, 2.75), (4, 3.0)]
 
 
 def test_resuming_removes_later_and_half_written_lines(tmp_path):
