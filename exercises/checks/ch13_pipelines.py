@@ -110,9 +110,16 @@ def wrong_microbatch(got, w_LDD, x_MBD, S):
         for o, y in enumerate(y_MBD)
         if close(got[m], y)
     ]
+    stages = np.split(np.asarray(w_LDD), S)
+    alone = [
+        f"microbatch {o} after stage {s} alone"
+        for s, w_lDD in enumerate(stages)
+        for o, y_BD in enumerate(right_stack(plain_layer, w_lDD, x_MBD))
+        if close(got[m], y_BD)
+    ]
     times = [f"{n} times what it should be" for n in (2, S) if close(got[m], n * after[-1][m])]
     zero = [] if got[m].any() else ["zeros"]
-    found = (other + early + times + zero)[:1]
+    found = (other + early + alone + times + zero)[:1]
     return f"Result {m} is {found[0]}" if found else f"The first wrong result is number {m}"
 
 
@@ -170,25 +177,31 @@ def _(fn, t):
     t.true(few == many, why=why, observed=str((few, many)))
 
 
-def outside_branches(jaxpr):
-    """Names of the primitives that stand in no `cond`."""
-    for eqn in jaxpr.eqns:
-        yield eqn.primitive.name
-        held = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns"))
-        for value in held if eqn.primitive.name != "cond" else []:
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from outside_branches(inner)
+@jax.custom_vjp
+def counted_layer(w_DD, x_BD):
+    """A layer whose gradient of w is the number of its calls."""
+    return plain_layer(w_DD, x_BD)
+
+
+counted_layer.defvjp(
+    lambda w_DD, x_BD: (counted_layer(w_DD, x_BD), w_DD), lambda w_DD, g_BD: (0 * w_DD + 1, g_BD)
+)
 
 
 @gpipe.check("a waiting stage calls no layer")
 def _(fn, t):
-    mesh, args, _ = draw_stack(t, 4, 5)
-    with jax.set_mesh(mesh):
-        traced = jax.make_jaxpr(lambda w, x: fn(plain_layer, w, x))(*args)
-    count = list(outside_branches(traced.jaxpr)).count("dot_general")
-    why = f"{count} products of layers stand outside of every branch, and so run in every tick"
-    t.true(count == 0, why=why, observed=min(count, 1))
+    S, M = 4, 3
+    mesh = stage_mesh(S)
+    w = jax.device_put(np.zeros((S, 2, 2), np.float32), NamedSharding(mesh, P("stage")))
+    x = jax.device_put(np.ones((M, 1, 2), np.float32), NamedSharding(mesh, P()))
+    count = jax.grad(lambda w, x: jnp.sum(fn(counted_layer, w, x)))
+    calls = np.asarray(run_on(t, mesh, count, w, x)[1])[:, 0, 0].astype(int).tolist()
+    why = f"the calls of a layer by each of {S} stages are {calls}, for {M} microbatches"
+    if calls[0] > M:
+        why += ". A stage goes on after its last microbatch"
+    if calls[-1] > M:
+        why += ". A stage begins before its first microbatch has arrived"
+    t.true(calls == [M] * S, why=why, observed=np.array(calls))
 
 
 @gpipe.check("gradients, of a layer that must not see zeros")
@@ -205,11 +218,13 @@ def _(fn, t):
     for name, g, w in zip("wx", got, want, strict=True):
         scale = float(np.abs(w).max())
         why = f"the gradient of {name}, with a layer that divides by its input's size"
+        if np.isnan(np.asarray(g)).any():
+            why += ", which a stage has called on zeros while it had nothing to do"
         t.close(g, w, rtol=1e-3, atol=1e-4 * scale, why=why)
 
 
 def pipeline_with(
-    first=None, step=1, send=None, always=False, mask=True, unrolled=False, early=0, ahead=0, every=False,
+    first=None, step=1, send=None, always=False, mask=True, unrolled=False, early=0, late=0, ahead=0, every=False,
     order=slice(None), on_data=False,
 ):  # fmt: skip
     """The tick loop, with one mistake."""
@@ -226,7 +241,7 @@ def pipeline_with(
 
             def tick(arrived, t):
                 x_BD = jnp.where(stage == 0, x_MBD[jnp.clip(t + ahead, 0, M - 1)], arrived)
-                working = (t >= stage) & (t < stage + M - early)
+                working = (t >= stage) & (t < stage + M - early + late)
                 if on_data:
                     x_BD = jnp.where(working, x_BD, x_MBD[0])
                 y_BD = stack(x_BD) if always else jax.lax.cond(working, stack, lambda x: x, x_BD)
@@ -323,6 +338,14 @@ def stops_early(layer, w_LDD, x_MBD):
     return pipeline_with(early=1)(layer, w_LDD, x_MBD)
 
 
+@gpipe.mutant(
+    "Your stages go on after their last microbatch: they compute it again, and throw the results away. Stage s has "
+    "nothing to do from tick s + M on."
+)
+def goes_on(layer, w_LDD, x_MBD):
+    return pipeline_with(late=len(w_LDD))(layer, w_LDD, x_MBD)
+
+
 @gpipe.mutant("Stage 0 takes the wrong microbatch: in tick t it takes number t, beginning with 0.")
 def one_behind(layer, w_LDD, x_MBD):
     return pipeline_with(ahead=-1)(layer, w_LDD, x_MBD)
@@ -405,6 +428,10 @@ def grid_is_right(t, fn, S, M, R):
     why = f"S={S}, M={M}, R={R}: in tick {at[0]} stage {at[1]} has {one}, want {other}"
     if [[work and work[::-1] for work in row] for row in got] == want:
         why += ". You return (group, microbatch), and (microbatch, group) is asked for"
+    elif wrong and got[1:] == want[:-1]:
+        why += ". All of it is one tick too late"
+    elif wrong and got[:-1] == want[1:]:
+        why += ". All of it is one tick too early"
     elif not unset(one) and other and len(one) == 2:
         off = [
             name for name, a, b in zip(("microbatch", "group"), one, other, strict=True) if a != b
@@ -412,6 +439,13 @@ def grid_is_right(t, fn, S, M, R):
         why += f". The {off[0]} is wrong" if len(off) == 1 else ". Both are wrong"
         above = any(not unset(work) and work[1] >= R for row in got for work in row)
         why += f". A stage's groups are counted from 0 to {R - 1}" if above else ""
+        if one[1] == R - 1 - other[1] != other[1]:
+            why += ". A microbatch meets group 0 in its first lap, and the last group in its last"
+        first = other[0] // S * S
+        if one[0] != other[0]:
+            why += f". In this lap microbatches {first} to {first + S - 1} go round, in order, on every stage"
+    elif one is not None and len(one) == 2 and unset(one):
+        why += ". Where there is nothing to do, return None alone"
     elif wrong:
         why += f". Stage {at[1]} works in ticks {at[1]} to {at[1] + R * M - 1}"
     t.true(not wrong, why=why, observed=str(got))
@@ -491,6 +525,15 @@ def no_lag(tick, stage, S, M, R):
 def groups_too_fast(tick, stage, S, M, R):
     work = right_work(tick, stage, S, M, R)
     return work and (work[0], (tick - stage) % R)
+
+
+@circular.mutant(
+    "You refuse an M that is a multiple of S. It is M that must be divisible: S microbatches go round at a time."
+)
+def refuses_what_goes_round(tick, stage, S, M, R):
+    if S % M:
+        raise ValueError("not a multiple")
+    return right_work(tick, stage, S, M, R) if M % S == 0 else None
 
 
 @circular.mutant("Your work never ends: after R * M slots a stage is done, and returns None.")
@@ -590,7 +633,13 @@ def right_plan(schedule, S, R, wanted, forward, backward, send, **wrong):
     length = (forward + backward) / (1 if "long_slots" in wrong else groups)
     sends = (1 if "one_send" in wrong else 2) / (groups if "short_sends" in wrong else 1)
     sends = 0 if "no_send" in wrong else sends
-    seconds = (groups * M if "no_bubble" in wrong else slots) * (length + sends * send)
+    if "again_everywhere" in wrong and schedule != "1f1b":
+        length += forward / groups
+    counted = groups * M if "no_bubble" in wrong else slots + ("one_more" in wrong)
+    counted = groups * (M + S - 1) if "long_bubble" in wrong else counted
+    seconds = counted * (length + sends * send)
+    seconds -= (slots - 1) * 2 * send if "one_pair" in wrong else 0
+    seconds -= 2 * send if "between" in wrong else 0
     seconds -= (S - 1) * sends * send if "busy_sends" in wrong else 0
     busy = forward + backward
     if schedule == "1f1b" and "again_idle" in wrong:
@@ -598,12 +647,19 @@ def right_plan(schedule, S, R, wanted, forward, backward, send, **wrong):
     if "busy_groups" in wrong:
         busy /= groups
     idle = (S - 1) / slots if "slots" in wrong else 1 - M * busy / seconds
+    idle = seconds / (M * busy) - 1 if "of_the_work" in wrong else idle
     idle *= seconds if "in_seconds" in wrong else 1
-    return M, seconds, 1 - idle if "working" in wrong else idle
+    return M // S if "sets" in wrong else M, seconds, 1 - idle if "working" in wrong else idle
 
 
 # One mistake in one of the three numbers, and what to say of it.
 PARTS = {
+    "sets": "that counts sets of S microbatches",
+    "one_more": "a pass has S-1 more slots than microbatches, and you have S more",
+    "again_everywhere": "only 1F1B computes the layers again",
+    "one_pair": "there is a send after every slot, not one in a pass",
+    "between": "there is a send after the last slot too",
+    "long_bubble": "a stage waits for S-1 slots, and each has one of R groups: R doesn't multiply them",
     "busy": "that is from (S-1) / M, not from (S-1) / (M + S-1)",
     "any_m": "a circular pipeline takes only multiples of S",
     "no_groups": "a microbatch fills R slots of a circular pipeline's stage",
@@ -620,6 +676,7 @@ PARTS = {
     "slots": "that is a share of slots: stages are idle while they send, too",
     "again_idle": "computing again counts as computing",
     "busy_groups": "in R slots of 1/R each a stage computes all its layers",
+    "of_the_work": "that is divided by the time of work, not by the length of the step",
     "working": "that is the share in which it computes",
     "in_seconds": "that is in seconds, not as a share of the step",
 }
@@ -641,7 +698,12 @@ def plan_is_right(t, fn, *args):
     for name, g, w in zip(("M", "seconds", "idle"), got, want, strict=True):
         if not np.isclose(float(g), w, rtol=1e-6, atol=1e-9):
             case += f". {name} is {float(g):.6g}, want {w:.6g}"
-            alike = (text for wrong, text in PARTS.items() if explains(args, wrong, name, g))
+            alike = (
+                text
+                for wrong, text in PARTS.items()
+                if explains(args, wrong, name, g)
+                and (name == "M" or right_plan(*args, **{wrong: 1})[0] == want[0])
+            )
             told = next((f": {text}" for text in alike), "")
             if name == "seconds" and not told:
                 groups = R if schedule == "circular" else 1
@@ -653,7 +715,9 @@ def plan_is_right(t, fn, *args):
             break
     if got[0] != want[0] and float(got[0]).is_integer() and got[0] > 0:
         slots = (R if schedule == "circular" else 1) * int(got[0]) + S - 1
-        case += f". The bubble of {int(got[0])} microbatches is {Fraction(S - 1, slots)}"
+        share = Fraction(S - 1, slots)
+        case += f". The bubble of {int(got[0])} microbatches is {share}"
+        case += f", more than {wanted}" if share > wanted else ": fewer would do"
     elif np.allclose([float(g) for g in got], [want[0], want[2], want[1]]):
         case += ". The order is (M, seconds, idle)"
     t.close(np.array(got, float), np.array(want), rtol=1e-6, atol=1e-9, why=case)
@@ -865,10 +929,31 @@ def best_slowest(costs, S):
     return low
 
 
+def rule_of(costs, cuts):
+    """What a list of cuts seems to have been chosen by, for a message."""
+    S, sums = len(cuts) - 1, [0, *itertools.accumulate(costs)]
+    lengths = [b - a for a, b in itertools.pairwise(cuts)]
+    if max(lengths) - min(lengths) <= 1:
+        return ". All stages have the same number of pieces, whatever these cost"
+    if sorted(lengths)[-2] == 1:
+        return ". All stages but one have a single piece, as if the largest stage didn't count"
+    shares = [(cuts[s], sums[-1] * s / S) for s in range(1, S)]
+    if all(sums[cut - 1] <= share <= sums[cut + 1] for cut, share in shares):
+        return ". Each cut is near an even share of the sum, which need not be the best for the slowest stage"
+    average = sums[-1] / S
+    full = list(itertools.pairwise(cuts))[:-1]
+    if all(sums[b - 1] - sums[a] <= average <= sums[b + 1] - sums[a] for a, b in full):
+        return ". All stages but the last are as full as the average, and the last has what is left"
+    return ""
+
+
 def cuts_are_best(t, fn, costs, S, why):
     found = list(fn(list(costs), S))
     whole = all(isinstance(b, (int, np.integer)) for b in found)
-    t.true(whole, f"{why}: your cuts are {found}, and positions are integers", observed=found)
+    text = f"{why}: your cuts are {found}, and positions are integers"
+    if any(isinstance(b, (list, tuple)) for b in found):
+        text += ". Return the positions alone, in one list"
+    t.true(whole, text, observed=found)
     cuts = [int(b) for b in found]
     text = f"{why}: {cuts} does not cut {len(costs)} pieces into {S} stages"
     many = f"{text}: these are {len(cuts)} positions, want {S + 1}"
@@ -879,6 +964,7 @@ def cuts_are_best(t, fn, costs, S, why):
     t.true(not empty, why=f"{text}, none empty: nothing is in stage {empty[:1]}", observed=cuts)
     got, want = slowest(costs, cuts), best_slowest(costs, S)
     why = f"{why}: your slowest stage costs {got}, and {want} is possible; you cut at {cuts}"
+    why += rule_of(costs, cuts)
     moved = [
         [*cuts[:k], at, *cuts[k + 1 :]]
         for k in range(1, S)
