@@ -96,7 +96,12 @@ def layouts_agree(fn, t, rows, heads, fraction, why, layouts=("interleaved", "ha
     for layout in layouts:
         want = right_layout(rows, heads, fraction, layout)
         got = fn(rows, heads, fraction, layout)
-        t.close(got, want, 0, 0, f"{why}, to {layout!r}", rows.dtype)
+        H = len(rows) // heads
+        mistakes = {
+            "Only the first head is reordered": np.concatenate([want[:H], rows[H:]]),
+            "Only the last head is reordered": np.concatenate([rows[:-H], want[-H:]]),
+        }
+        t.close(got, want, 0, 0, f"{why}, to {layout!r}", rows.dtype, mistakes)
 
 
 @rope_layout.check("one head of six features, to interleaved")
@@ -252,6 +257,20 @@ mistaken(
     "You reorder a bias as if it belonged to a single head. It has all heads, one after another, as a weight has.",
     rope_layout_with(bias_heads=False),
 )
+
+
+def two_dimensions_only(rows, heads, fraction, layout):
+    by_head = rows.reshape(heads, -1, rows.shape[1])
+    return right_layout(by_head.reshape(rows.shape), heads, fraction, layout)
+
+
+mistaken(
+    rope_layout,
+    "two_dimensions_only",
+    "Your answer needs a second dimension. A bias has only one, and other tensors have more than two: split the first "
+    "dimension, and keep `rows.shape[1:]`.",
+    two_dimensions_only,
+)
 mistaken(
     rope_layout,
     "biases_kept",
@@ -348,7 +367,19 @@ right_scaling = rope_scaling_with()
 def frequencies_agree(fn, t, why, *args):
     got = fn(*args)
     names = "pairs={}, theta={:g}, factor={:g}, low={:g}, high={:g}, length={}"
-    t.close(got, right_scaling(*args), 1e-5, 0, f"{why}: {names.format(*args)}")
+    pairs, theta, factor, *rest = args
+    mistakes = {
+        "The base is multiplied by the factor, as in another method; here it stays": right_scaling(
+            pairs, theta * factor, factor, *rest
+        ),
+        "That is only the base multiplied by the factor, which is another method": (
+            (theta * factor) ** (-np.arange(pairs) / pairs)
+        ),
+        "Those are wavelengths": 2 * np.pi / right_scaling(*args),
+        "Those are turns per position, not radians": right_scaling(*args) / (2 * np.pi),
+    }
+    told = f"{why}: {names.format(*args)}"
+    t.close(got, right_scaling(*args), 1e-5, 0, told, mistakes=mistakes)
     t.true(
         getattr(got, "dtype", np.dtype("O")).kind == "f",
         f"got {type(got).__name__}, want NumPy floats",
@@ -435,7 +466,8 @@ mistaken(
 mistaken(
     rope_scaling,
     "no_blend",
-    "You switch at one wavelength. Between the two of the rule is a blend.",
+    "You switch at one wavelength. Between the two of the rule is a blend. (If you exchange the two factors, nothing "
+    "seems to be between them.)",
     rope_scaling_with(blend="step"),
 )
 mistaken(
@@ -589,7 +621,7 @@ def name_map_with(
     *, order=int, transformed=True, after=False, unread=True, unset=True, gaps=True, beyond=True, shapes_=True,
     reshape=False, wildcard=False, tree_=True, error=ValueError, all_names=False, wide=False, count_only=False,
     consumes=False, last_axis=False, by_prefix=False, broadcast=False, zeros=False, levels=99, overwrites=False,
-    early=False, gives_up=False, stacks=True,
+    early=False, gives_up=False, stacks=True, guarded=True,
 ):  # fmt: skip
     """The solution with a mistake that is asked for."""
 
@@ -620,7 +652,7 @@ def name_map_with(
             }
 
         def one(name, transform, shape):
-            if name not in left:
+            if name not in left and guarded:
                 fail("there is no tensor", name)
             used.add(name)
             value = left.pop(name) if consumes else left[name]
@@ -741,7 +773,10 @@ def trees_agree(fn, t, checkpoint, why):
         said = str(error)
         named = [name for name in arguments[0] if name in said]
         told = f"nothing is wrong with this checkpoint, but you raise ValueError: {said[:200]}"
-        told += f" ({named[0]} is there, and its shape is right)" if named else ""
+        if named:
+            told += (
+                f" ({named[0]} is there, and its shape is right; several rows may read one tensor)"
+            )
         raise Failure(
             f"{why}: {told}", ("refused", re.sub(r"[0-9]+", "0", (named or [said])[0]))
         ) from None
@@ -868,7 +903,13 @@ def _(fn, t):
         "model.layers.1.mlp.up_proj.weight"
     )
     # Which of the two faults is found first is the answer's choice.
-    one_of(fn, t, checkpoint, r"model\.layers\.1[._]mlp\.up_proj\.weight", "1_mlp is not 1.mlp")
+    one_of(
+        fn,
+        t,
+        checkpoint,
+        r"model\.layers\.1[._]mlp\.up_proj\.weight",
+        "layer 1 of up_proj is missing, and nothing reads 1_mlp: a ValueError that names either",
+    )
 
 
 @name_map.check("a layer's number written with a zero")
@@ -952,6 +993,13 @@ def _(fn, t):
     )
 
 
+mistaken(
+    name_map,
+    "missing_is_a_key_error",
+    "A tensor that isn't there raises a KeyError from your dictionary. It's one of the four faults: a ValueError that "
+    "names the tensor.",
+    name_map_with(guarded=False),
+)
 mistaken(
     name_map,
     "layers_sorted_as_text",
@@ -1218,7 +1266,14 @@ def some_blocks(t, kind, count, scale=None):
 def numbers_agree(fn, t, kind, shape, why, data=None):
     data = some_blocks(t, kind, math.prod(shape) // 32) if data is None else data
     want = right_numbers(data, kind, shape)
-    t.close(fn(data, kind, shape), want, 1e-6, 0, f"{why}: {kind} of shape {shape}", np.float32)
+    got, mistakes = fn(data, kind, shape), {}
+    if kind == "Q8_0":
+        blocks = np.frombuffer(data, np.dtype([("d", "<f2"), ("q", "u1", 32)]))
+        scale, shifted = blocks["d"][:, None].astype(np.float64), blocks["q"].astype(np.int64) - 128
+        mistakes["You subtract 128 from bytes; an int8 has a sign of its own"] = np.reshape(
+            scale * shifted, shape
+        )
+    t.close(got, want, 1e-6, 0, f"{why}: {kind} of shape {shape}", np.float32, mistakes)
 
 
 @dequantization.check("one block of Q8_0")
@@ -1466,7 +1521,7 @@ def window_with(
     *, more=0, causal=True, neighbours=True, scaled=True, ring_first=False, empty=False, from_zero=False,
     adds=True, keeps_last=True, in_place=False, list_=False, safe=True, dtype=np.float32, forgets=False,
     whole_int=True, python_int=True, in_order=False, masked=-np.inf, renormalised=True, offset=True, one_top=False,
-    scale=None,
+    scale=None, drops_first=False,
 ):  # fmt: skip
     """The solution with a mistake that is asked for."""
 
@@ -1478,7 +1533,7 @@ def window_with(
         new = np.arange(max(0, T - window), T) if keeps_last else np.arange(min(T, window))
         slots = (new if from_zero else length + new) % window
         keys, values = (old_k, old_v) if in_place else (old_k.copy(), old_v.copy())
-        kept = np.arange(max(0, length - window), length)
+        kept = np.arange(max(0, length - window + T * drops_first), length)
         if list_:
             held = old_k[window - len(kept) :], old_v[window - len(kept) :]
         else:
@@ -1569,8 +1624,18 @@ def windows_agree(fn, t, window, pieces, heads=(4, 2, 6), size=1.0, why=""):
             "not an int",
         )
         t.true(length == at, f"length is {length!r}: {text}", length)
-        t.close(keys, wanted[0], 0, 0, f"keys in their slots: {text}", np.float32)
-        t.close(values, wanted[1], 0, 0, f"values in their slots: {text}", np.float32)
+        for name, one, mine, other in (
+            ("keys", keys, *wanted[:2]),
+            ("values", values, *wanted[1::-1]),
+        ):
+            mistakes = {
+                "Both arrays of the cache hold the same: perhaps they are one array": other,
+                "They are in the order of the tokens: token t is in slot t % window": np.roll(
+                    mine, -at, axis=0
+                ),
+            }
+            told = f"{name} in their slots: {text}"
+            t.close(one, mine, 0, 0, told, np.float32, mistakes)
 
 
 @window_cache.check("a text shorter than the window")
@@ -1665,6 +1730,13 @@ mistaken(
     "the_future",
     "Your queries see the tokens after them that come in the same call.",
     window_with(causal=False),
+)
+mistaken(
+    window_cache,
+    "old_ones_dropped_first",
+    "Of the old tokens you keep only those that stay in the ring after this call. The first of the new tokens still "
+    "see older ones.",
+    window_with(drops_first=True),
 )
 mistaken(
     window_cache,
@@ -1982,10 +2054,21 @@ def part_is_read(fn, t, shape, where, dtype=np.float32, before=40, most=None):
     data, tensor = stored_tensor(t, shape, dtype, before, 24)
     file = LoggedFile(data, most)
     where = tuple(where)
-    got = fn(file, before, np.dtype(dtype), tuple(shape), where)
-    why = f"{np.dtype(dtype)} {list(shape)}, part {where}"
-    t.close(got, tensor[tuple(slice(a, b) for a, b in where)], 0, 0, why, dtype)
     pieces = needed_reads(before, tensor.dtype.itemsize, shape, where)
+    why = f"{np.dtype(dtype)} {list(shape)}, part {where}"
+    if most is not None:
+        why += f", `read` returns at most {most} bytes at a time"
+    try:
+        got = fn(file, before, np.dtype(dtype), tuple(shape), where)
+    except ValueError as error:
+        error.add_note(f"want the part of {why}")
+        raise
+    begins = [at for at, count in file.asked if count]
+    for i, (mine, (at, _)) in enumerate(zip(begins, pieces, strict=False)):
+        if mine != at and most is None:
+            why += f"; your read number {i} begins at byte {mine}, and the part's piece {i} at byte {at}"
+            break
+    t.close(got, tensor[tuple(slice(a, b) for a, b in where)], 0, 0, why, dtype)
     wanted = {b for at, count in pieces for b in range(at, at + count)}
     extra, twice = len(set(file.returned) - wanted), len(file.returned) - len(set(file.returned))
     t.true(not extra, f"{extra} bytes were read that the part doesn't need: {why}", extra)
@@ -2335,11 +2418,21 @@ def what_was_tried(calls, want, layer, longest):
     if len(want) > 1 and all(one == tried[0] for tried, _ in calls for one in tried):
         return "you only tried settings that are the same in all layers, and each has its own"
     after = [tried[layer] for tried, _ in calls if tried[:layer] == want[:layer]]
+    if want[layer] not in after and all(
+        any(one[name] == value for one in after) for name, value in want[layer].items()
+    ):
+        return (
+            f"in layer {layer} you tried each value of {want[layer]}, but never all of them together: settings of "
+            "one layer can't be found one by one"
+        )
     if want[layer] not in after:
         return (
             f"you never tried {want[layer]} in layer {layer} while the layers before it were right"
         )
-    return f"you did try {want[layer]} in layer {layer}, and preferred other streams: how do you compare them?"
+    return (
+        f"you did try {want[layer]} in layer {layer}, and preferred other streams: compare the stream after it, "
+        "number by number, since later streams aren't right yet, and in a sum differences cancel"
+    )
 
 
 def settings_found(fn, t, names, layers, longest, usual=(), alike=False, spread=1.0):

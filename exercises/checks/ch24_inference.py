@@ -82,6 +82,14 @@ def rooflines_agree(fn, t, args, why):
         "A token takes 2 FLOPs a parameter; 6 is for training": max(
             read / bandwidth, 3 * computed / flops
         ),
+        "A token takes 2 FLOPs a parameter, a multiplication and an addition; you count 1": max(
+            read / bandwidth, computed / flops / 2
+        ),
+        "A parameter has 2 bytes; you read 1": max((read - params) / bandwidth, computed / flops),
+        "A parameter has 2 bytes; you read 4": max(
+            (read + 2 * params) / bandwidth, computed / flops
+        ),
+        "You read the weights alone, without the caches": max(weights, computed / flops),
         "You take the shorter of the two": min(read / bandwidth, computed / flops),
     }
     t.close(got[0], seconds, 1e-9, 0, f"seconds, {why}: {told}", mistakes=wrong)
@@ -90,6 +98,9 @@ def rooflines_agree(fn, t, args, why):
     told = f"another text adds {more[0]:.3g} s of reading and {more[1]:.3g} s of computing"
     gain = more[1] - more[0]
     wrong = {}
+    if gain < 0:
+        told += "; computing never catches up, however many texts there are"
+        wrong = {"You divide by a difference that is negative": math.ceil(weights / gain)}
     if gain > 0:
         exact = weights / gain
         wrong = {
@@ -101,6 +112,9 @@ def rooflines_agree(fn, t, args, why):
                 weights / (3 * more[1] - more[0])
             ),
             "Your ridge leaves the caches out": math.ceil(weights / more[1]),
+            "You add the two; another text's reading is subtracted from its computing": math.ceil(
+                weights / (more[0] + more[1])
+            ),
         }
     t.equal(got[2], ridge, why=f"the ridge, {why}: {told}", mistakes=wrong)
 
@@ -284,12 +298,16 @@ def _(fn, t):
     for n in range(2 * S + 1):
         page, slot, copy_of = allocator.append(text)
         table = list(allocator.table(text))
-        t.equal(
-            (slot, copy_of),
-            (n % S, None),
-            why=f"(slot, copy_of) of token {n} with {S} tokens in a page: token n goes into slot n % page_tokens",
+        told = f"(slot, copy_of) of token {n} with {S} tokens in a page: "
+        told += (
+            "no other text has this page, so nothing is copied"
+            if slot == n % S
+            else "token n goes into slot n % page_tokens"
         )
-        t.equal(len(table), n // S + 1, why=f"pages of a text with {n + 1} tokens")
+        t.equal((slot, copy_of), (n % S, None), why=told)
+        told = f"pages of a text with {n + 1} tokens, {S} in a page"
+        early = {"A page is taken before there is a token for it": n // S + 2}
+        t.equal(len(table), n // S + 1, why=told, mistakes=early)
         t.equal(page, table[-1], why=f"page of token {n}, against the table's last")
     t.equal(len(set(table)), 3, why="different pages of a text of three")
     t.true(
@@ -332,7 +350,8 @@ def _(fn, t):
     told = (
         "(slot, copy_of) of the new text's first token: copy_of is the shared page that it replaces"
     )
-    t.equal((slot, copy_of), (2, before[1]), why=told)
+    empty = {"The new text begins empty here: a fork has all tokens of the old one": (0, None)}
+    t.equal((slot, copy_of), (2, before[1]), why=told, mistakes=empty)
     t.true(page not in before, "the new text writes into a page that the old one has", page)
     t.equal(list(allocator.table("b")), [before[0], page], why="the new text's table then")
     t.equal(
@@ -351,7 +370,13 @@ def _(fn, t):
     for _ in range(6):
         allocator.append(text)
     allocator.free(text)
-    page, slot, copy_of = allocator.append(text)
+    try:
+        page, slot, copy_of = allocator.append(text)
+    except LookupError as error:
+        error.add_note(
+            "want a new, empty text: nothing is left of the one with this name that has ended"
+        )
+        raise
     told = "(slot, copy_of) of the first token of a new text, with the name of one that has ended"
     t.equal((slot, copy_of), (0, None), why=told)
     t.equal(allocator.table(text), [page], why="its pages")
@@ -367,6 +392,7 @@ def _(fn, t):
     t.equal(
         (slot, copy_of), (0, None), why="the first token after a full page is in no shared page"
     )
+    t.equal(len(allocator.table("a")), 1, why="pages of the old text, after the new one took one")
     other = allocator.append("a")
     t.equal(
         len({page, other[0], *allocator.table("a")[:1]}), 3, why="pages that the two texts hold"
@@ -546,7 +572,21 @@ def texts_in_pages(t, lengths, N=4, K=2, H=8, S=4, X=3, scale=1.0, poison=np.nan
 def attends(fn, t, why, *args):
     want = attention_by_hand(*args)
     got = jax.jit(fn)(*map(jnp.asarray, args))
-    t.close(got, want, 1e-4, 1e-5, why, np.float32)
+    q, k, v, table, lengths = args
+    N, H = q.shape[1:]
+    mistakes = {
+        f"Scores are divided by {text}, not by the root of H": attention_by_hand(
+            (q * (math.sqrt(H) / by)).astype(np.float32), k, v, table, lengths
+        )
+        for text, by in {
+            "H": H,
+            "the root of N": math.sqrt(N),
+            "the root of N * H": math.sqrt(N * H),
+            "nothing": 1.0,
+        }.items()
+        if not math.isclose(by, math.sqrt(H))
+    }
+    t.close(got, want, 1e-4, 1e-5, why, np.float32, mistakes)
 
 
 @paged_attention.check("one text in one page")
@@ -1018,6 +1058,10 @@ def other_tokens(got, want, running, waiting):
         doing = (
             "begins" if text in waiting else "decodes" if left == 1 else f"has {left} tokens to go"
         )
+        if g < w and left > 1:
+            limit = "the budget allows" if text in waiting else "budget and free pages allow"
+            rest = f"as many of its {left} tokens as {limit}"
+            return f"{name!r}, which {doing}, computes {g}, want {w}, {rest}"
         if g != w:
             return f"{name!r}, which {doing}, computes {g}, want {w}"
         if name in got and name not in want:
@@ -1234,6 +1278,9 @@ def accepts(fn, t, draft, q, p, uniforms, why):
         if i in range(len(draft)):
             judged = uniforms[i] * q[i, draft[i]], p[i, draft[i]]
             told += f"; for guess {i} uniforms * q is {judged[0]:.3g} and p is {judged[1]:.3g}"
+        passing = [x for i, x in enumerate(draft) if uniforms[i] * q[i, x] < p[i, x]]
+        if len(got) == len(passing) + 1 and got[:-1] == passing != want[:-1]:
+            told += "; nothing after the first guess that isn't kept counts"
         t.equal(got, want, why=f"{told}: {why}")
     elif got[:-1] == want[:-1]:
         row = (
