@@ -112,8 +112,12 @@ def lies(t, fn, shape, mesh, spec, why=""):
     t.equal(len(got), 4, why="how many values are returned")
     said = f"array {shape} on mesh {mesh} with spec {spec}{why}"
     t.equal(tuple(got[0]), want[0], why=f"the part's shape, {said}")
-    t.equal(got[1], want[1], why=f"the part's bytes at {itemsize} a number, {said}")
-    t.equal(got[2], want[2], why=f"copies, {said}")
+    said_bytes = f"the part's bytes at {itemsize} a number, {said}"
+    third = {"That is the number of copies, which comes third": want[2]}
+    t.equal(got[1], want[1], why=said_bytes, mistakes=third)
+    devices = math.prod(mesh.values())
+    parts = f"{devices} devices hold {devices // want[2]} different parts"
+    t.equal(got[2], want[2], why=f"copies; {parts}, {said}")
     part = tuple(i // size for i, size in zip(index, want[0], strict=True))
     sits = ", ".join(f"{a}={place}" for a, place in coordinates(want[3][0], mesh).items())
     about = f"the element is in part {part}, and device {want[3][0]} is at {sits or 'no axis'}"
@@ -161,6 +165,10 @@ def _(fn, t):
     lies(t, fn, (size, 3), mesh, (("c", "a"), "a" if size % 2 else None))
     lies(t, fn, (size,), mesh, ((),), why=", an empty tuple")
     lies(t, fn, (), mesh, ())
+    mesh = {"data": number(t, 2, 5), "tensor": number(t, 2, 5)}
+    lies(
+        t, fn, (math.prod(mesh.values()), 4), mesh, ("tensor", ()), why=", names of several letters"
+    )
 
 
 @spec_puzzle.check("impossible specs")
@@ -311,6 +319,13 @@ def entry_for_each(shape, mesh, spec, itemsize, index):
     if len(spec) < len(shape):
         raise ValueError("entries are missing")
     return right_place(shape, mesh, spec, itemsize, index)
+
+
+@spec_puzzle.mutant(
+    "You take the name of one axis apart: `tuple('data')` has its letters. A name alone is an entry of one axis."
+)
+def letters(shape, mesh, spec, itemsize, index):
+    return right_place(shape, mesh, tuple(e and tuple(e) for e in spec), itemsize, index)
 
 
 @spec_puzzle.mutant("You return the shape of the whole array. A device's part is smaller.")
@@ -939,6 +954,14 @@ def _(fn, t):
 
 
 @rules.mutant(
+    "You leave a dimension whole as soon as one of its axes is in `drop`. The others still split it."
+)
+def drops_the_name(names, table, sizes, drop=()):
+    table = {name: () if set(axes) & set(drop) else axes for name, axes in table.items()}
+    return right_spec(names, table, sizes)
+
+
+@rules.mutant(
     "An unknown name silently leaves its dimension whole. A typo then wastes memory for weeks: raise ValueError."
 )
 def typos_survive(names, table, sizes, drop=()):
@@ -1147,19 +1170,41 @@ def search(case, price=price, room=None, divides=True, at_start=False, first=Fal
     return None
 
 
-def cost_of(case, way):
-    """The bytes of a way, or what is wrong with it."""
+def cost_of(case, way, told=None):
+    """The bytes of a way, or what is wrong with it; appends to `told` what each move receives."""
     here, cost = case["source"], 0
     for new in way:
-        size = block_of(case, new)
+        block, size = block_of(case, here), block_of(case, new)
         found = [(kind, n) for kind, n, there in moves_from(case, here) if there == new]
         if not found:
             return f"there is no move from {here} to {new}"
-        if size is None or size > case["room"]:
-            return f"{new} doesn't divide the array, or takes more than room={case['room']} bytes"
-        cost += price(*found[0], block_of(case, here))
+        if size is None:
+            return f"{new} doesn't divide the array"
+        if size > case["room"]:
+            return f"a block takes {size} bytes in {new}, and the room is {case['room']}"
+        (kind, n), paid = found[0], price(*found[0], block)
+        if told is not None:
+            told.append(f"{kind} over {n} devices with blocks of {block} bytes receives {paid}")
+        cost += paid
         here = new
     return cost if here == case["target"] else f"the way ends at {here}"
+
+
+def why_not(case, got, want):
+    """What is wrong with one answer, in words."""
+    if got is None:
+        return f"you find no way, and {want[1]} receives {want[0]} bytes"
+    way, moves = ways_of(got), []
+    cost = cost_of(case, way, moves)
+    if isinstance(cost, str):
+        return f"your way is {way}, but {cost}"
+    if cost != got[0]:
+        return f"you count {got[0]} bytes, and in your way {', '.join(moves)}"
+    return f"your way, {way}, receives {cost} bytes, and {want[1]} receives {want[0]}"
+
+
+def ways_of(pair):
+    return [tuple(tuple(axes) for axes in layout) for layout in pair[1]]
 
 
 def draw_layout(t, axes, dims):
@@ -1203,22 +1248,23 @@ def routes_are_best(t, fn, cases):
     want = [search(case) for case in cases]
     whole = all(pair is None or isinstance(pair[0], int | np.integer) for pair in got)
     t.true(whole, "the bytes that a device receives are ints", observed=[str(pair) for pair in got])
-    t.equal(
-        [None if pair is None else pair[0] for pair in got],
-        [None if pair is None else pair[0] for pair in want],
-        why="bytes that a device receives: " + "; ".join(described(case) for case in cases),
+    paid, right = ([None if pair is None else pair[0] for pair in all] for all in (got, want))
+    off = next(
+        (i for i, pair in enumerate(zip(paid, right, strict=True)) if pair[0] != pair[1]), None
     )
+    told = "" if off is None else described(cases[off]) + why_not(cases[off], got[off], want[off])
+    t.equal(paid, right, why=f"bytes that a device receives: {told}")
     for case, pair in zip(cases, got, strict=True):
         if pair is None:
             continue
-        way = [tuple(tuple(axes) for axes in layout) for layout in pair[1]]
+        way = ways_of(pair)
         cost = cost_of(case, way)
-        t.true(not isinstance(cost, str), f"{described(case)}: {cost}", observed=str(way))
-        t.equal(cost, pair[0], why=f"{described(case)}: the bytes of the moves {way}")
+        t.true(not isinstance(cost, str), f"{described(case)}{cost}", observed=str(way))
+        t.equal(cost, pair[0], why=f"{described(case)}the bytes of the moves {way}")
 
 
 def described(case):
-    return f"{case['shape']} on {case['mesh']}, {case['source']} to {case['target']}"
+    return f"{case['shape']} on {case['mesh']}, {case['source']} to {case['target']}: "
 
 
 def fixed_move(t, source, target, mesh=None, shape=None, slack=None):

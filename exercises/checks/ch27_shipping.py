@@ -54,8 +54,8 @@ Write `export_means(window, width, platforms)`. It returns the bytes of *one* pr
 
 
 def export_means_with(
-    *, sizes="b, t", fixed=(None, None), one=False, past=0, ahead=False, count="seen", mask="where", how="window",
-    edge=0, only=None, length_type=jnp.int32,
+    *, sizes="b, t", fixed=(None, None), past=0, side="before", count="seen", mask="where", how="window", edge=0,
+    only=None, length_type=jnp.int32, least=False,
 ):  # fmt: skip
     def fn(window, width, platforms):
         def means(x_BTD, length_B):
@@ -64,22 +64,27 @@ def export_means_with(
             if how == "cumsum":
                 total = jnp.pad(jnp.cumsum(x_BTD, 1), ((0, 0), (w, 0), (0, 0)))
                 sum_BTD = total[:, w:] - total[:, :T]
+            elif how == "roll":
+                sum_BTD = sum(jnp.roll(x_BTD, k, 1) for k in range(w))
             else:
-                pad = (0, w - 1) if ahead else (w - 1, 0)
+                pad = {"before": (w - 1, 0), "ahead": (0, w - 1), "centre": (w // 2, (w - 1) // 2)}
                 ones = (1, 1, 1)
-                x_BTD = jnp.where(jnp.isnan(x_BTD), 0, x_BTD) if ahead else x_BTD
+                x_BTD = jnp.where(jnp.isnan(x_BTD), 0, x_BTD) if side == "ahead" else x_BTD
+                if mask == "rows":
+                    x_BTD = jnp.where((jnp.arange(T) < length_B[:, None])[..., None], x_BTD, 0)
                 sum_BTD = jax.lax.reduce_window(
-                    x_BTD, 0.0, jax.lax.add, (1, w, 1), ones, ((0, 0), pad, (0, 0))
+                    x_BTD, 0.0, jax.lax.add, (1, w, 1), ones, ((0, 0), pad[side], (0, 0))
                 )
             at_T = jnp.arange(T)
             n_T = jnp.minimum(at_T + 1, w) if count == "seen" else jnp.full(T, w)
             mean_BTD = sum_BTD / n_T[:, None]
             inside = (at_T < length_B[:, None] + edge)[..., None]
-            if mask == "none":
+            if mask in ("none", "rows"):
                 return mean_BTD
             return jnp.where(inside, mean_BTD, 0) if mask == "where" else mean_BTD * inside
 
-        b, t = jax.export.symbolic_shape(sizes)
+        held = [f"t >= {window}"] if least else []
+        b, t = jax.export.symbolic_shape(sizes, constraints=held)
         b, t = (s if f is None else f for s, f in zip((b, t), fixed, strict=True))
         args = (
             jax.ShapeDtypeStruct((b, t, width), jnp.float32),
@@ -101,7 +106,10 @@ def moving_means(x, length, window):
 
 def read_program(fn, t, *args):
     data = fn(*args)
-    t.true(isinstance(data, bytes), f"want bytes, got {type(data).__name__}", str(type(data)))
+    why = (
+        f"the result is of type {type(data).__name__}, want bytes: the exported program, serialized"
+    )
+    t.true(isinstance(data, bytes), why, str(type(data)))
     return jax.export.deserialize(bytearray(data))
 
 
@@ -185,7 +193,7 @@ for name, hint, options in (
     ("sorted_platforms", "The platforms are sorted. Keep the order you're given.",
      {"only": lambda p: tuple(sorted(p))}),
     ("one_more_row", "Your window has one row too many.", {"past": 1}),
-    ("ahead", "Your window looks ahead: pad at the beginning, not at the end.", {"ahead": True}),
+    ("ahead", "Your window looks ahead: pad at the beginning, not at the end.", {"side": "ahead"}),
     ("whole_windows", "At the beginning there are fewer rows than `window`. Divide by how many there are.",
      {"count": "window"}),
     ("no_end", "You don't use `length`: beyond a text's end the mean is 0.", {"mask": "none"}),
@@ -195,6 +203,12 @@ for name, hint, options in (
     ("cumulative", "The difference of two running sums loses what is small beside everything before. Sum each "
      "window by itself.", {"how": "cumsum"}),
     ("float_lengths", "Lengths come as int32.", {"length_type": jnp.float32}),
+    ("wraps_round", "`roll` brings the last rows back to the beginning. The window of an early row holds only rows "
+     "before it.", {"how": "roll"}),
+    ("centred", "Your window has the row in its middle. It must be the window's last row.", {"side": "centre"}),
+    ("rows_beyond_are_zero", "You clear the rows beyond a text's end before taking means. The mean at a position "
+     "beyond the end then still has rows of the text in it: it must be 0.", {"mask": "rows"}),
+    ("no_short_texts", "Your program refuses texts shorter than `window`. T may be as small as 1.", {"least": True}),
 ):  # fmt: skip
     mistaken(symbolic, name, hint, export_means_with(**options))
 
@@ -247,7 +261,7 @@ BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 def faults_with(
     *, unsafe="parts", missing=True, sizes=True, hashes=True, both=False, extra=True, extra_array=True,
     missing_array=True, dtype="name", shape="tuple", outside="end", first=False, order=True, also=False,
-    trusts=False, folder_size=False, extra_unsafe=False, one_a_name=False, skips=False,
+    trusts=False, folder_size=False, extra_unsafe=False, one_a_name=False, skips=False, digest="hexdigest",
 ):  # fmt: skip
     def is_unsafe(name):
         parts = name.split("/")
@@ -270,7 +284,7 @@ def faults_with(
             wrong = len(files[name]) != said["bytes"]
             if sizes and wrong:
                 found.append(("size", name))
-            differs = hashlib.sha256(files[name]).hexdigest() != said["sha256"]
+            differs = getattr(hashlib.sha256(files[name]), digest)() != said["sha256"]
             if hashes and differs and (both or not (sizes and wrong)):
                 found.append(("hash", name))
         if extra:
@@ -299,10 +313,10 @@ def faults_with(
             if shape != "none" and not alike:
                 found.append(("shape", name))
                 continue
-            size = math.prod(a) * {"items": 1, "four": 4}.get(outside, BYTES[said["dtype"]])
-            room = manifest["files"].get(said["file"], {"bytes": math.inf if trusts else 0})[
-                "bytes"
-            ]
+            many = 0 if outside == "no number" and not a else math.prod(a)
+            size = many * {"items": 1, "four": 4}.get(outside, BYTES[said["dtype"]])
+            other = {} if trusts == "listed" else {"bytes": math.inf if trusts else 0}
+            room = manifest["files"].get(said["file"], other)["bytes"]
             if folder_size:
                 room = len(files.get(said["file"], b""))
             start = said["offset"]
@@ -315,6 +329,8 @@ def faults_with(
                 found.append(("outside", name))
         if first:
             found = found[:1]
+        if order == "names":
+            return sorted(found, key=lambda fault: fault[1])
         if one_a_name:
             found = [(kind, name) for name, kind in {name: kind for kind, name in found}.items()]
         return sorted(found) if order else found
@@ -348,11 +364,23 @@ def artefact_of(t):
     )
 
 
+KINDS = {
+    "unsafe", "missing file", "size", "hash", "extra file", "missing array", "extra array", "dtype", "shape", "outside",
+}  # fmt: skip
+
+
 def finds(fn, t, artefact, why):
     got, want = [tuple(f) for f in fn(*artefact)], faults_with()(*artefact)
     lacks, more = ([f for f in a if f not in b] for a, b in ((want, got), (got, want)))
-    told = "the same faults, but not once each or not sorted"
-    if lacks or more:
+    odd = sorted({str(f[0]) for f in got if f and f[0] not in KINDS})
+    told = "the right faults, not sorted by kind and then by name"
+    if any(f[::-1] in want for f in more):
+        told = "yours are pairs (name, kind), want (kind, name)"
+    elif odd:
+        told = f"{odd} aren't kinds of the statement"
+    elif len(got) > len(set(got)) and not lacks + more:
+        told = "the right faults, but some are in the list twice"
+    elif lacks or more:
         told = "; ".join(
             f"{k} {f[:3]}" for k, f in (("yours lacks", lacks), ("yours has", more)) if f
         )
@@ -447,6 +475,8 @@ def _(fn, t):
     artefact = relisted(t, changes)
     listed = {name: said["shape"] for name, said in artefact[0]["arrays"].items()}
     finds(fn, t, artefact, f"the shapes listed are {listed}")
+    changes = {"scale": {"shape": []}}
+    finds(fn, t, relisted(t, changes), f"listed with {changes}, and the program takes more")
     manifest, files, wanted = artefact_of(t)
     wanted["codes"] = ("int8", (0,))
     manifest["arrays"]["codes"] |= {"shape": (0,)}
@@ -544,6 +574,12 @@ for name, hint, options in (
      {"one_a_name": True}),
     ("nothing_begins_there", "An array of no numbers may begin where its file ends. Only its end counts.",
      {"outside": "begins"}),
+    ("bytes_of_the_hash", "`digest()` gives bytes, which never equal the manifest's hexadecimal text.",
+     {"digest": "digest"}),
+    ("no_number", "A shape of [] has one number, not none.", {"outside": "no number"}),
+    ("file_must_be_listed", "An array may name a file that the manifest doesn't list. Then it's outside.",
+     {"trusts": "listed"}),
+    ("sorted_by_name", "Your list is sorted by name alone. The kind comes first.", {"order": "names"}),
     ("arrays_of_good_files", "An array's place is compared with the manifest, even if its file has a fault.",
      {"skips": True}),
 ):  # fmt: skip
@@ -593,7 +629,7 @@ def price_of(chosen, count, seconds, compile_seconds):
 
 def chosen_buckets(
     count, seconds, most, compile_seconds, multiple, *, price=None, weigh=True, exactly=False, how="best",
-    rounded=True,
+    rounded=True, each=False,
 ):  # fmt: skip
     def up(n):
         return -(-n // multiple) * multiple if rounded else n
@@ -632,12 +668,13 @@ def chosen_buckets(
             chosen = new
         return chosen
     total = [0, *itertools.accumulate(many)]
+    fixed = compile_seconds * total[-1] if each else compile_seconds
     best, answers = [(0.0, [])] + [(math.inf, [])] * len(sizes), []
     for _ in range(min(most, len(sizes))):
         new = [(math.inf, [])]
         for j in range(1, len(sizes) + 1):
             value, i = min((best[i][0] + (total[j] - total[i]) * cost[j - 1], i) for i in range(j))
-            new.append((value + compile_seconds, [*best[i][1], sizes[j - 1]]))
+            new.append((value + fixed, [*best[i][1], sizes[j - 1]]))
         best = new
         answers.append(best[-1])
     return (answers[-1] if exactly else min(answers))[1]
@@ -657,10 +694,17 @@ def cheapest(fn, t, why, count, seconds, most, compile_seconds, multiple):
     t.true(not long, f"no size is long enough for length {long[:1]}, {why}", got)
     want = chosen_buckets(count, seconds, most, compile_seconds, multiple)
     mine, best = (price_of(c, count, seconds, compile_seconds) for c in (got, want))
+    ends = {-(-n // multiple) * multiple for n in used}
+    spare = [s for s in got if not any(n <= s and not any(n <= o < s for o in got) for n in used)]
+    large = [s for s in got if s not in ends and s not in spare]
     text = f"{got[:12]} costs {mine:.6g} s, {compile_seconds * len(got):.6g} s of it for compilations; "
-    text += (
-        f"{best:.6g} s would do, {compile_seconds * len(want):.6g} s of it for compilations, {why}"
-    )
+    text += f"{want} costs {best:.6g} s, {compile_seconds * len(want):.6g} s of it for compilations"
+    if spare:
+        text += f"; no request is padded to {spare[0]}"
+    elif large:
+        need = max(e for e in ends if e < large[0])
+        text += f"; the longest request that is padded to {large[0]} would fit into {need}"
+    text += f", {why}"
     t.true(mine <= best * (1 + 1e-9) + 1e-9, text, got)
 
 
@@ -807,6 +851,8 @@ for name, hint, fn in (
      buckets_with(waste=True)),
     ("all_of_them", "You always use as many sizes as are allowed. Each costs `compile_seconds`: fewer may be "
      "cheaper.", buckets_with(exactly=True)),
+    ("compiled_for_each_request", "A size costs `compile_seconds` once, not for each request.",
+     buckets_with(each=True)),
     ("not_rounded", "Sizes are multiples of `multiple`: round a length up.", buckets_with(rounded=False)),
     ("one_too_many", "You choose one size more than `most` allows.", buckets_with(more=1)),
     ("rounded_down", "A size must be long enough: round up, and keep the largest.", too_small),
@@ -859,7 +905,12 @@ def batches_with(
         while first < len(arrivals):
             last = first + most - 1
             ready = arrivals[last] if full and last < len(arrivals) else math.inf
-            opened = max(free, arrivals[first]) if clock == "free" else arrivals[first]
+            newest = arrivals[min(last, len(arrivals) - 1)]
+            opened = {
+                "arrival": arrivals[first],
+                "free": max(free, arrivals[first]),
+                "newest": newest,
+            }[clock]
             due = opened + wait
             if foresees and last >= len(arrivals):
                 ready = arrivals[-1]
@@ -903,7 +954,15 @@ def serves(fn, t, why, arrivals, most, wait, seconds):
     ok = isinstance(got, (tuple, list)) and len(got) == 2
     t.true(ok, f"want (sizes, latency), {why}", str(type(got)))
     want = batches_with()(list(arrivals), most, wait, seconds)
+    numbers = isinstance(got[0], (list, tuple, np.ndarray)) and np.ndim(got[0]) == 1
+    whole = numbers and all(float(n).is_integer() for n in got[0])
+    t.true(
+        whole, f"the first result, {str(got[0])[:60]}, isn't a list of sizes, {why}", str(got[0])
+    )
     sizes, latency = [int(n) for n in got[0]], np.array(got[1], float)
+    t.true(
+        0 not in sizes, f"the sizes are {sizes[:9]}: a batch has at least one request, {why}", sizes
+    )
     told = list(beginnings(list(arrivals), most, wait, seconds))
     of = np.repeat(np.arange(len(want[0])), want[0])
     off = [k for k, n in enumerate(want[0]) if k >= len(sizes) or sizes[k] != n]
@@ -975,6 +1034,8 @@ for name, hint, options in (
      {"busy": False}),
     ("waits_from_free", "The wait counts from the oldest request's arrival, also while the server was busy.",
      {"clock": "free"}),
+    ("waits_from_the_newest", "The wait counts from the arrival of the oldest request in a batch, not of the newest.",
+     {"clock": "newest"}),
     ("not_those_at_the_moment", "A request that arrives at the very moment that a batch begins is part of it.",
      {"tie": False}),
     ("door_closed", "While the server was busy, more have come than by the end of the wait. All that are there when "
@@ -1023,7 +1084,7 @@ floats.
 
 
 def fitted(
-    sizes, losses, *, floor="fit", weights="relative", rounds=5, allowed=True, refit=True, top=2.0,
+    sizes, losses, *, floor="fit", weights="relative", rounds=5, allowed=True, refit=True, low=1e-3, top=2.0,
 ):  # fmt: skip
     sizes, losses = (np.asarray(x, np.float64) for x in (sizes, losses))
     unit = sizes.min()
@@ -1043,7 +1104,7 @@ def fitted(
                 a = (losses * powers * w * w).sum() / (powers * powers * w * w).sum()
         return np.sum(((f + a * powers - losses) * w) ** 2), f, a
 
-    low, high = 1e-3, top
+    high = top
     for _ in range(rounds):
         grid = np.linspace(low, high, 101)
         at = int(np.argmin([best(x)[0] for x in grid]))
@@ -1075,6 +1136,13 @@ def fits(fn, t, sizes, losses, why, rtol=1e-3):
     errors = [np.sum((said_by(one, np.array(sizes)) / losses - 1) ** 2) for one in (law, want)]
     told = f"floor = {law[0]:.4g} and alpha = {law[2]:.4g} leave {errors[0]:.3g} of the sum that you minimise"
     told += f", and {errors[1]:.3g} is possible, with a floor of {want[0]:.4g}"
+    if 0 < law[2] <= 2:
+        linear = fitted(sizes, losses, low=law[2], top=law[2], rounds=1)
+        same = np.allclose(said_by(linear, at), said_by(law, at), 1e-6)
+        told += f"; your floor and a are {'' if same else 'not '}the best for your alpha"
+    others = list(itertools.permutations(law))[1:]
+    if any(one[2] > 0 and np.allclose(said_by(one, at), said_by(want, at), rtol) for one in others):
+        told = "your numbers are right in another order than (floor, a, alpha)"
     t.close(
         said_by(law, at),
         said_by(want, at),
@@ -1276,7 +1344,7 @@ def plan_with(
             n = math.exp(low if step == 0 else (low + high) / 2)
             d = data(n)
             rises = d <= 0 or steep(n, d) >= 0
-            if step == 0 and rises:
+            if step == 0 and (rises or how == "all"):
                 break
             low, high = (
                 (low, high) if step == 0 else (low, math.log(n)) if rises else (math.log(n), high)
@@ -1326,7 +1394,8 @@ def plans(fn, t, flops, served, tokens, law, why):
     elif tokens * (1 + 1e-3) < D:
         told = f"it trains on more than {tokens:.4g} tokens"
     else:
-        told = "it costs what it should and has enough tokens, but another one has a lower loss"
+        better = "larger model on fewer" if want[0] > N else "smaller model on more"
+        told = f"it costs what it should, but a {better} tokens has a lower loss"
     n = (flops / 120) ** 0.5
     mistakes = {
         "You return (D, N)": want[::-1],
@@ -1406,6 +1475,7 @@ for name, hint, options in (
     ("endless_data", "D is larger than the tokens that there are.", {"bound": "none"}),
     ("cut_data", "You cut D down to `tokens` and leave the rest of the budget unspent. A larger model can use it.",
      {"bound": "cut"}),
+    ("all_tokens", "You always train on all the tokens there are. Their number is only a bound.", {"how": "all"}),
     ("four_epochs", "None of the tokens is trained on twice here.", {"epochs": 4.0}),
     ("equal_terms", "You make both terms of the loss equal. At the minimum their *slopes* cancel: the exponents count "
      "too.", {"how": "equal"}),
@@ -1460,7 +1530,7 @@ runs the stages that must be run, in a valid order, and returns their names in t
 
 def resume_with(
     *, order="reads", settings=True, reads=True, writes=True, there=True, early=True, when="before", saved="each",
-    all_after=False, keep=True, known=False, quiet=False, swallows=False, needs_entry=False,
+    all_after=False, keep=True, known=False, quiet=False, swallows=False, needs_entry=False, skipped=False,
 ):  # fmt: skip
     def fn(stages, record, digest, run, save):
         def now(files):
@@ -1496,6 +1566,7 @@ def resume_with(
             if all_after and ran:
                 good = False
             if good:
+                ran += [name] if skipped else []
                 continue
             if saved == "first":
                 save(name, {"settings": stage["settings"], "reads": read, "writes": wrote})
@@ -1551,6 +1622,8 @@ class Workshop:
         return None if file not in self.files else f"sha{self.files[file]}"
 
     def run(self, name):
+        if not isinstance(name, str):
+            raise TypeError(f"`run` takes a stage's name, not a {type(name).__name__}")
         self.log.append(name)
         stage = next(s for s in self.stages if s["name"] == name)
         if any(file not in self.files for file in stage["reads"]):
@@ -1586,7 +1659,7 @@ def go(fn, t, shop, why, shuffle=False):
     if shuffle:
         stages = stages[::-1]
     twin = shop.twin()
-    outcomes = []
+    outcomes, before = [], len(shop.log)
     for answer, place in ((fn, shop), (resume_with(), twin)):
         try:
             known = {n: dict(e) for n, e in place.record.items()}
@@ -1594,6 +1667,10 @@ def go(fn, t, shop, why, shuffle=False):
             outcomes.append(list(answer(*args)))
         except OSError as error:
             outcomes.append(str(error))
+    ran = [call for call in shop.log[before:] if not call.startswith("save ")]
+    if isinstance(outcomes[0], list):
+        text = f"you return {outcomes[0]}, and called `run` for {ran}: {why}"
+        t.true(outcomes[0] == ran, text, outcomes[0])
     t.equal(outcomes[0], outcomes[1], f"the stages that were run, {why}")
     t.equal(shop.log, twin.log, f"the calls of run and save, {why}")
     t.equal(shop.record, twin.record, f"what was saved, {why}")
@@ -1714,6 +1791,7 @@ for name, hint, options in (
     ("recorded_reads", "You compare the files in the entry. A stage may now read one that the entry doesn't have.",
      {"known": True}),
     ("swallowed", "You catch what `run` raises. Let it through: whoever called you must know.", {"quiet": True}),
+    ("names_of_all", "Return the names of those stages only that were run.", {"skipped": True}),
     ("sorted_names", "Return the names in the order in which the stages were run.", {"keep": False}),
 ):  # fmt: skip
     mistaken(resume_, name, hint, resume_with(**options))

@@ -163,6 +163,36 @@ def test_what_a_check_raises_is_about_the_result():
     assert evaluate.choose_hint(attempt).startswith(raising.RESULT)
 
 
+@pytest.mark.parametrize("part", ["used", "compared"])
+def test_a_none_within_the_result_is_not_the_whole_result(part):
+    exercise = Exercise("90.pair", "Pair", "pair", 10, 1, "s", ("first", "b", "c"))
+
+    @exercise.check("both")
+    def _(fn, t):
+        a, b = fn()
+        t.equal(a + b if part == "used" else b, 5)
+
+    attempt = evaluate.Attempt(exercise, lambda: (2, None), SEED, LEARNER, source="answer.py").run()
+    assert evaluate.choose_hint(attempt) == raising.INSIDE
+
+
+def test_a_function_that_an_answer_returns_may_return_nothing():
+    exercise = Exercise("90.maker", "Maker", "maker", 10, 1, "s", ("first", "b", "c"))
+
+    @exercise.check("what it makes")
+    def _(fn, t):
+        t.equal(fn()(3), 5)
+
+    def maker():
+        def made(x):
+            pass
+
+        return made
+
+    attempt = evaluate.Attempt(exercise, maker, SEED, LEARNER, source="answer.py").run()
+    assert evaluate.choose_hint(attempt) == raising.NOTHING
+
+
 def test_a_call_that_raises_is_shown_in_brief():
     failing = Watched(lambda *given, key: given[99])
     with pytest.raises(IndexError) as caught:

@@ -48,7 +48,7 @@ def load(pieces: list[source.Piece], exercise: Any, filename: str, registered: b
     except BaseException as error:
         if isinstance(error, NotImplementedError) and error.args == (exercise.id,):
             return _stub(exercise.id)
-        result = evaluate.raised("", error, None, filename)
+        result = evaluate.raised("", error, None, filename, none=False)
         raise Refused(f"the file fails when it is run: {result.message}") from None
     _look_for_forbidden(module, exercise)
     fn = vars(module).get(exercise.function)

@@ -25,7 +25,7 @@ class Gone(BaseException):
 class CheckResult:
     """The result of one check: `message` is empty if it passed; `observed` is never shown.
 
-    `cause` says what an exception is usually about, for a mistake that no mutant makes.
+    `cause` says what an exception or a None is usually about, for a mistake that no mutant makes.
     """
 
     name: str
@@ -92,22 +92,26 @@ class Attempt:
         try:
             check.run(fn, trial)
         except Failure as failure:
-            return CheckResult(check.name, False, str(failure), failure.observed)
+            cause = raising.nothing(True in fn.none) if failure.observed == ("value", None) else ""
+            return CheckResult(check.name, False, str(failure), failure.observed, cause)
         except Gone:
             raise
         except (self.swallow, SystemExit, NotImplementedError) as error:
             if isinstance(error, NotImplementedError) and error.args == (self.exercise.id,):
                 self.untouched = True
                 return None
-            return raised(check.name, error, self.fn, self.source)
+            return raised(check.name, error, self.fn, self.source, True in fn.none)
         if not trial.comparisons:
             text = "this check compared nothing; that is the exercise's fault, please report it"
             return CheckResult(check.name, False, text, "no comparison")
         return CheckResult(check.name, True)
 
 
-def raised(name: str, error: BaseException, fn: Any, source: str) -> CheckResult:
-    """The result of a check in which the answer raised: the exception, and the answer's line that raised it."""
+def raised(name: str, error: BaseException, fn: Any, source: str, none: bool) -> CheckResult:
+    """The result of a check in which the answer raised: the exception, and the answer's line that raised it.
+
+    `none` says whether what the answer returned last was None.
+    """
     kind = type(error).__name__
     text = str(error).strip().split("\n")[0][:300]
     message = f"{kind}: {text}" if text else kind
@@ -121,7 +125,7 @@ def raised(name: str, error: BaseException, fn: Any, source: str) -> CheckResult
     notes = getattr(error, "__notes__", [])
     told = [note for note in notes if note.startswith(("called with ", "want "))]
     message = "; ".join([message, *told])
-    cause = raising.cause(kind, text, own=bool(line) or not source)
+    cause = raising.cause(kind, text, own=bool(line) or not source, none=none)
     return CheckResult(name, False, message, ("raised", kind, _anonymous(text, fn)), cause)
 
 
@@ -144,10 +148,7 @@ def choose_hint(attempt: Attempt) -> str:
     index = match(attempt, attempt_mutants(exercise, attempt.seed, attempt.learner))
     if index is not None:
         return exercise.mutants[index].hint
-    first = attempt.failing[0]
-    if first.observed == ("value", None):
-        return raising.NOTHING
-    return first.cause or exercise.hints[0]
+    return attempt.failing[0].cause or exercise.hints[0]
 
 
 def match(attempt: Attempt, mutants: list[Attempt]) -> int | None:

@@ -3,6 +3,7 @@
 import re
 
 NOTHING = "Your answer returns None: some way through it ends without a `return` of a value."
+INSIDE = "There is None where the statement asks for a value: within your answer's result, or from one of its methods."
 RESULT = "Your answer's result is of another kind than the statement asks for"
 # (type, what its message has, what to say): the first row that fits is used.
 _CAUSES = (
@@ -134,17 +135,23 @@ _CAUSES = (
 )
 
 
-def cause(kind: str, text: str, own: bool) -> str:
+def nothing(whole: bool) -> str:
+    """What to say about None in an answer's result: it's the `whole` result, or a part of it."""
+    return NOTHING if whole else INSIDE
+
+
+def cause(kind: str, text: str, own: bool, none: bool) -> str:
     """What to say about an exception, or "".
 
     Args:
         kind: the exception's type.
         text: its message.
         own: whether a line of the answer raised it; or else a check, with what the answer returned.
+        none: whether the answer returned None.
     """
     if not own:
         if "NoneType" in text:
-            return NOTHING
+            return nothing(none)
         kinds = ("TypeError", "AttributeError", "KeyError", "IndexError", "ValueError")
         return f"{RESULT}: {text}." if kind in kinds else ""
     for kinds, pattern, said in _CAUSES:

@@ -18,11 +18,15 @@ class Watched:
     """An answer whose calls fail if they change an argument: lists, dictionaries, sets, NumPy arrays, attributes.
 
     The functions that it returns are watched in the same way. An exception gets a note with the call's arguments.
+
+    Attributes:
+        none: has one entry after a call, of the answer or of a function that it returned: whether it returned None.
     """
 
-    def __init__(self, fn: Any):
+    def __init__(self, fn: Any, none: list[bool] | None = None):
         functools.update_wrapper(self, fn, updated=())
         self._fn = fn
+        self.none: list[bool] = [] if none is None else none
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the answer.
@@ -45,7 +49,8 @@ class Watched:
         watched = (
             isinstance(result, types.FunctionType) or getattr(result, "watched", False) is True
         )
-        return Watched(result) if watched else result
+        self.none[:] = [result is None]
+        return Watched(result, self.none) if watched else result
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_fn", "__setstate__", "__getstate__"):
