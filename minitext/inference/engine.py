@@ -54,6 +54,7 @@ from minitext.models.paged import CACHE_DTYPES, Paging, page_tokens
 from minitext.models.transformer import copy_pages, make_pages, with_paging
 from minitext.sharding.rules import RULES, ShardingRules, tree_shardings
 from minitext.sharding.transfer import NO_MESH, move
+from minitext.terminal import show_bytes
 
 log = logging.getLogger("minitext.inference")
 Sink = Callable[[Event], None]
@@ -321,6 +322,8 @@ class Engine:
         pages = -(-options.cache_tokens // S) + 1
         if not options.cache_tokens:
             pages = _pages_within_memory(cfg, S, longest, options)
+        else:
+            _check_room(cfg, pages, S, options, 1 if mesh is None else mesh.size)
         self.cfg, self.options, self.page_tokens, self.make_guide = cfg, options, S, make_guide
         self.pages = Pages(pages, S, reuse=options.reuse_prefixes and not states)
         # A text must fit alone, or it would be preempted for ever.
@@ -1082,6 +1085,20 @@ def _pages_within_memory(
         return wanted
     share = 8 if hardware.platform() == "cpu" else 2
     return max(2, min(wanted, limit // share // (two - one)))
+
+
+def _check_room(
+    cfg: ModelConfig, pages: int, tokens: int, options: EngineOptions, devices: int
+) -> None:
+    limit = hardware.memory_bytes(jax.local_devices()[0])
+    one, two = (_bytes(cfg, n, tokens, options.cache_dtype) for n in (1, 2))
+    # Of a page that holds nothing, because layers keep states alone, this process still keeps a count.
+    needed = pages * max(two - one, 16)
+    if limit is not None and needed > limit * devices:
+        raise UserError(
+            f"a cache of {options.cache_tokens:,} tokens takes {show_bytes(needed)}, and there are "
+            f"{show_bytes(limit * devices)}: lower --max-tokens-in-flight (EngineOptions.cache_tokens)"
+        )
 
 
 def _bytes(cfg: ModelConfig, pages: int, tokens: int, cache_dtype: str) -> int:

@@ -568,6 +568,10 @@ def copy_pages(cache: Any, pages: Any, states: Any) -> Any:
 
 def with_paging(cache: Any, paging: Paging | None) -> Any:
     """Returns a cache in pages for a program that adds these tokens, or, with None, as it is between programs."""
+    if isinstance(cache, PatternCache):  # whose parts a model returns with a length of their own
+        cache = cache._replace(
+            parts=tuple(tuple(one._make((*one[:-1], None)) for one in part) for part in cache.parts)
+        )
     return cache._make((*cache[:-1], paging))
 
 

@@ -15,9 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from minitext import files
 from minitext.errors import UserError
 
 HOST, PROGRAMS = "/host:CPU", "/host:metadata"
+MOST_BYTES = 2**31 - 1  # protobuf reads no longer message
 # The fields that we read of each message: name -> (number, type), in a list if it is
 # repeated. protobuf skips every other field.
 SCHEMA: dict[str, dict[str, tuple[int, Any]]] = {
@@ -109,18 +111,30 @@ def read(path: Path | str) -> list[Plane]:
     """Reads the events of a trace.
 
     Raises:
-      UserError: if the file isn't a trace.
+      UserError: if the file can't be read or isn't a trace.
     """
     from jax.profiler import ProfileData
 
+    content = _content(path)
     try:
-        planes = ProfileData.from_serialized_xspace(Path(path).read_bytes()).planes
+        planes = ProfileData.from_serialized_xspace(content).planes
         return [
             Plane(plane.name, [Line(line.name, _events(line)) for line in plane.lines])
             for plane in planes
         ]
     except (RuntimeError, ValueError) as error:
-        raise UserError(f"{path} is not a trace: name an .xplane.pb that is whole") from error
+        raise _not_a_trace(path) from error
+
+
+def _content(path: Path | str) -> bytes:
+    with files.open_file(Path(path)) as file:
+        if (size := os.fstat(file.fileno()).st_size) > MOST_BYTES:
+            raise UserError(f"{path} has {size:,} bytes, too many for a trace: trace fewer steps")
+        return file.read()
+
+
+def _not_a_trace(path: Path | str) -> UserError:
+    return UserError(f"{path} is not a trace: name an .xplane.pb that is whole")
 
 
 def _events(line: Any) -> list[Event]:
@@ -134,16 +148,25 @@ def host_lines(planes: list[Plane]) -> list[Line]:
 
 
 def programs(path: Path | str) -> list[Program]:
-    """Reads the compiled programs that a trace stores."""
-    parse = _parser()
-    stats = [
-        stat
-        for plane in parse("XSpace", Path(path).read_bytes()).planes
-        if plane.name == PROGRAMS
-        for entry in plane.event_metadata
-        for stat in entry.value.stats
-    ]
-    return [_program(parse("HloProto", s.bytes_value)) for s in stats if s.bytes_value]
+    """Reads the compiled programs that a trace stores.
+
+    Raises:
+      UserError: if the file can't be read or isn't a trace.
+    """
+    from google.protobuf.message import DecodeError
+
+    parse, content = _parser(), _content(path)
+    try:
+        stats = [
+            stat
+            for plane in parse("XSpace", content).planes
+            if plane.name == PROGRAMS
+            for entry in plane.event_metadata
+            for stat in entry.value.stats
+        ]
+        return [_program(parse("HloProto", s.bytes_value)) for s in stats if s.bytes_value]
+    except DecodeError as error:
+        raise _not_a_trace(path) from error
 
 
 def _program(hlo: Any) -> Program:

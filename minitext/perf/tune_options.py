@@ -150,6 +150,8 @@ class Store(contextlib.AbstractContextManager):
                     f"{shown} has files, and none is a {RESULTS}: name a folder that is new, empty or an earlier "
                     "search's with --save"
                 )
+            if (folder / BEST).is_dir():
+                raise UserError(f"{shown}/{BEST} is a folder: name another folder with --save")
             self._file = path.open("a+b")
         except OSError as error:
             reason = files.explain(error, "name another folder with --save")

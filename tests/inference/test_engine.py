@@ -146,7 +146,9 @@ def check_a_crowd(engine, greedy, seed, count):
 def test_texts_are_what_they_would_be_alone(model, kind):
     cfg, params, _, greedy = model(kind)
     engine = Engine(cfg, params, SMALL)
+    made = jax.tree.structure(engine.cache)
     check_a_crowd(engine, greedy, 0, 8)
+    assert jax.tree.structure(engine.cache) == made  # otherwise programs are compiled twice
     usage = engine.usage()
     assert usage.preemptions or kind == "deltanet" or usage.reused_tokens
     assert (usage.reused_tokens == 0) == (kind == "deltanet")
@@ -377,6 +379,15 @@ def test_a_state_takes_no_guesses_back(model):
     cfg, params, _, _ = model("deltanet")
     with pytest.raises(UserError, match="speculate=2"):
         Engine(cfg, params, dataclasses.replace(SMALL, speculate=2))
+
+
+@pytest.mark.parametrize("kind", ["gqa", "deltanet"])
+def test_a_cache_beyond_the_devices_memory_is_refused(model, kind):
+    cfg, params, _, _ = model(kind)
+    with pytest.raises(
+        UserError, match=r"a cache of 1,000,000,000,000,000 tokens takes .* lower --max-tokens"
+    ):
+        Engine(cfg, params, dataclasses.replace(SMALL, cache_tokens=10**15))
 
 
 def test_a_cache_type_that_cannot_be_is_refused(model):

@@ -289,6 +289,28 @@ def test_a_folder_without_a_trace_and_a_broken_one_are_one_line_errors(tmp_path)
         summarise(xspace(tmp_path / "a.xplane.pb", ("/host:CPU", {"main": ops(("train", 0, 9))})))
 
 
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda f: os.mkfifo(f), "is not a file"),
+        (lambda f: f.symlink_to("/dev/zero"), "is not a file"),
+        (lambda f: f.symlink_to("nowhere"), "cannot be read"),
+        (lambda f: f.symlink_to(f.name), "cannot be read"),
+        (lambda f: (f.touch(), os.truncate(f, 2**31)), "2,147,483,648 bytes, too many"),
+        # Planes, metadata, entries, stats and bytes, of which the last are no program.
+        (lambda f: f.write_bytes(f.with_name("whole").read_bytes() + b"\n\x1d\x12\x0e/host:metadata"
+                                 b'"\x0b\x12\x09*\x07' b"2\x05\xff\xff\xff\xff\xff"), "is not a trace"),
+    ],
+    ids=["pipe", "device", "gone", "round", "long", "program"],
+)  # fmt: skip
+def test_a_file_that_cannot_be_a_trace_is_refused_in_one_line(traced, tmp_path, damage, said):
+    (tmp_path / "whole").write_bytes(xplane.find(traced).read_bytes())
+    damage(tmp_path / "a.xplane.pb")
+    with pytest.raises(UserError, match=said) as found:
+        summarise(tmp_path)
+    assert "\n" not in str(found.value)
+
+
 def test_the_newest_trace_is_taken(tmp_path):
     for name in ("2026_01_01_00_00_02", "2026_01_01_00_00_10"):
         (tmp_path / name).mkdir()

@@ -17,6 +17,7 @@ from minitext.errors import UserError
 from minitext.hardware import CHIPS
 from minitext.perf import step_time, tune_options
 from minitext.perf.tune_options import SETS, Search, Store, apply, dimensions, show
+from minitext.terminal import show_bytes
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 
@@ -205,6 +206,7 @@ def test_two_searches_in_one_folder_are_one_too_many(calls, tmp_path):
         (lambda f: (f.mkdir(), (f / "notes.txt").write_text("")), "has files, and none is a results.jsonl"),
         (lambda f: (f.mkdir(), (f / "results.jsonl").mkdir()), "has files, and none is a results.jsonl"),
         (lambda f: (f.mkdir(), os.mkfifo(f / "results.jsonl")), "has files, and none is a results.jsonl"),
+        (lambda f: (f.mkdir(), (f / "results.jsonl").touch(), (f / "best.yml").mkdir()), "best.yml is a folder"),
         (lambda f: f.write_text(""), "cannot write"),
         (lambda f: (f.mkdir(), (f / "results.jsonl").write_text("{}\n")), "line 1 of"),
         (lambda f: (f.mkdir(), (f / "results.jsonl").write_bytes(b"\xff\n")), "not UTF-8"),
@@ -294,7 +296,9 @@ def test_a_real_search_resumes_and_its_preset_is_predicted_the_same(tmp_path):
 
 
 @pytest.mark.audit
-def test_a_real_start_that_does_not_fit_says_by_how_much(tmp_path):
-    words = [*START[1:], "model.layers=1", "model.embed=16384", "model.head_dim=128"]
+def test_a_real_program_that_does_not_fit_says_how_large_it_is():
+    words = [*START[1:], "model.layers=1", "model.vocab=4_000_000"]
     found = tune_options.compile_apart(load_config("laptop", words), "v5e:2x2")
-    assert set(found) == {"bytes", "refusal"} and found["refusal"].startswith("does not fit: ")
+    # The logits alone: 8 of 32 rows on a chip, 256 tokens each, 4 bytes.
+    assert set(found) == {"bytes", "refusal"} and found["bytes"] > 8 * 256 * 4_000_000 * 4
+    assert found["refusal"] == f"does not fit: {show_bytes(found['bytes'])} of 15.75 GiB"
