@@ -270,6 +270,7 @@ TESTED_WITH = {
     "observability/device_time": "observability/profiler",
     "models/hf_keys": "models/families",
     "observability/goodput_export": "observability/goodput",
+    "observability/gpu_launches": "observability/profiler",
     "observability/profile_report": "observability/profiler",
     "observability/xplane": "observability/profiler",
     "perf/comms_audit": "perf/comms",

@@ -14,11 +14,12 @@ Times are in nanoseconds from the start of the trace, except those of `Device`, 
 Chapters: 20.
 """
 
+import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from minitext.compiler.hlo import COLLECTIVES
 from minitext.observability.xplane import Event, Plane, host_lines
@@ -110,31 +111,39 @@ def _cpu_devices(planes: list[Plane]) -> list[Ops]:
 def find_steps(planes: list[Plane], devices: list[Ops]) -> tuple[str, list[Interval]]:
     """Returns the name of the program that took the most time, and when it ran on the first device.
 
-    If the trace doesn't separate its runs, as on GPUs, their time is divided evenly among the steps that the training
-    loop started in it.
+    A GPU's kernels don't say which run they belong to. But each has the number of the call on the host that launched
+    it, and the host made that call within one run of the program.
     """
-    first, runs = devices[0], defaultdict(list)
+    first, runs, launched = devices[0], defaultdict(list), _launched(planes)
     for event in first.programs or [e for line in first.lines for e in line]:
         if first.programs:  # `jit_train_step(1234567)`
             program, run = event.name.partition("(")[0], event.start
         else:
             program, run = event.stats.get("hlo_module", ""), event.stats.get("run_id")
+            run = launched.get(event.stats.get("correlation_id")) if run is None else run
         runs[program, run].append(event)
     times: dict[str, float] = defaultdict(float)
     for (program, _), events in runs.items():
         times[program] += sum(e.end - e.start for e in events)
     main = max(times, key=lambda program: times[program])
-    found = sorted(
-        (min(e.start for e in events), max(e.end for e in events))
-        for (program, _), events in runs.items()
-        if program == main
-    )
-    host = [e for line in host_lines(planes) for e in line.events]
-    steps = sum(e.name == "train" and "step_num" in e.stats for e in host)
-    if (main, None) not in runs or steps < 2:
-        return main, found
-    start, length = found[0][0], (found[-1][1] - found[0][0]) / steps
-    return main, [(start + i * length, start + (i + 1) * length) for i in range(steps)]
+    known = {run: events for (program, run), events in runs.items() if program == main}
+    if len(known) > 1:
+        known.pop(None, None)  # launched before the trace began
+    found = ((min(e.start for e in run), max(e.end for e in run)) for run in known.values())
+    return main, sorted(found)
+
+
+def _launched(planes: list[Plane]) -> dict[Any, int]:
+    """Returns, for each call that launched kernels, the run that made it, both by number."""
+    found, runs = {}, itertools.count()
+    for line in host_lines(planes):
+        run, end = 0, 0.0
+        for event in line.events:
+            if event.name.endswith("GpuExecutable::ExecuteThunks"):
+                run, end = next(runs), event.end
+            elif event.start < end and "correlation_id" in event.stats:
+                found[event.stats["correlation_id"]] = run
+    return found
 
 
 def _inside(events: Iterable[Event], window: Interval) -> list[Event]:

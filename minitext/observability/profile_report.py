@@ -14,7 +14,8 @@ from typing import Any
 from minitext.errors import UserError
 from minitext.observability import device_time, xplane
 from minitext.observability.device_time import NS, Device, Interval
-from minitext.observability.xplane import Plane
+from minitext.observability.gpu_launches import assign_kernels
+from minitext.observability.xplane import Launch, Plane
 from minitext.terminal import print_tables, table
 
 # The `jax.named_scope`s of the model and the step: labels that the compiled program carries.
@@ -27,7 +28,8 @@ class Operation:
     """An operation of the traced program, over all devices and steps.
 
     Attributes:
-      name: such as `fusion.5`.
+      name: such as `fusion.5`. In a GPU's command buffers, the kernel's name: operations with the same kernel and the
+        same source count as one.
       scope: the part of the model it belongs to (`SCOPES`), or "".
       source: where it comes from in the program, such as `jit(step)/ffn/dot`.
       seconds: its self time, without the operations inside it.
@@ -93,18 +95,29 @@ def summarise(directory: Path | str) -> Profile:
     program, steps = device_time.find_steps(planes, devices)
     known = [p for p in xplane.programs(path) if p.name == program]
     op_names = {op: name for p in known for op, name in p.op_names.items()}
+    schedules = [schedule for p in known for schedule in p.schedules]
+    kernels: dict[str, str] = {}
+    for number, device in enumerate(devices):
+        devices[number], more = assign_kernels(device, schedules)
+        kernels |= more
     # The names of a GPU's kernels have no dots.
     op_names = {op.replace(".", "_"): name for op, name in op_names.items()} | op_names
+    op_names = _kernel_sources(schedules, op_names) | op_names
     opcodes = {op: opcode for p in known for op, opcode in p.opcodes.items()}
     window = min(a for a, _ in steps), max(b for _, b in steps)
     times, counts = device_time.self_times(devices, window)
     total = sum(times.values())
-    operations, scopes = [], defaultdict(float)
-    for op, ns in sorted(times.items(), key=lambda item: -item[1]):
+    rows: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
+    scopes: dict[str, float] = defaultdict(float)
+    for op, ns in times.items():
         source = op_names.get(op, "")
+        rows[kernels.get(op, op), source].append((ns, counts[op]))
+        scopes[find_scope(source)] += ns * NS
+    operations = []
+    for (name, source), found in rows.items():
+        ns, count = (sum(column) for column in zip(*found, strict=True))
         scope = find_scope(source)
-        operations.append(Operation(op, scope, source, ns * NS, ns / total, counts[op]))
-        scopes[scope] += ns * NS
+        operations.append(Operation(name, scope, source, ns * NS, ns / total, count))
     gaps = [b - a for (a, _), (b, _) in itertools.pairwise(steps)]
     return Profile(
         path=str(path),
@@ -113,7 +126,7 @@ def summarise(directory: Path | str) -> Profile:
         step_seconds=(statistics.median(gaps) if gaps else window[1] - window[0]) * NS,
         seconds=(window[1] - window[0]) * NS,
         devices=[device_time.account(device, window, opcodes) for device in devices],
-        operations=operations,
+        operations=sorted(operations, key=lambda operation: -operation.seconds),
         scopes=dict(sorted(scopes.items(), key=lambda item: -item[1])),
         data_wait=_data_wait(planes, window),
         memory=_memory(planes, max((p.bytes for p in known), default=0)),
@@ -127,6 +140,14 @@ def find_scope(op_name: str) -> str:
     """
     found = _SCOPE.findall(op_name)
     return found[-1] if found else ""
+
+
+def _kernel_sources(schedules: list[list[Launch]], op_names: dict[str, str]) -> dict[str, str]:
+    """Returns where each Triton kernel comes from, if all operations that run it come from one line of the model."""
+    sources: dict[str, set[str]] = defaultdict(set)
+    for launch in itertools.chain(*schedules):
+        sources[launch.kernel].add(op_names.get(launch.op, ""))
+    return {name: min(found) for name, found in sources.items() if name and len(found) == 1}
 
 
 def _data_wait(planes: list[Plane], window: Interval) -> float | None:

@@ -11,6 +11,7 @@ Chapters: 20.
 
 import functools
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,10 +30,24 @@ SCHEMA: dict[str, dict[str, tuple[int, Any]]] = {
     "XEventMetadata": {"stats": (5, ["XStat"])},
     "XStat": {"bytes_value": (6, bytes)},
     "HloProto": {"hlo_module": (1, "HloModule"), "buffer_assignment": (3, "BufferAssignment")},
-    "HloModule": {"name": (1, str), "computations": (3, ["Computation"])},
+    "HloModule": {
+        "name": (1, str),
+        "computations": (3, ["Computation"]),
+        "schedule": (7, "Schedule"),
+    },
     "Computation": {"instructions": (2, ["Instruction"])},
-    "Instruction": {"name": (1, str), "opcode": (2, str), "metadata": (7, "OpMetadata")},
+    "Instruction": {
+        "name": (1, str),
+        "opcode": (2, str),
+        "metadata": (7, "OpMetadata"),
+        "custom_call_target": (28, str),
+        "id": (35, int),
+        "backend_config": (43, bytes),
+    },
     "OpMetadata": {"op_name": (2, str)},
+    "Schedule": {"sequences": (1, ["SequenceEntry"])},
+    "SequenceEntry": {"value": (2, "Sequence")},
+    "Sequence": {"instruction_ids": (1, [int])},
     "BufferAssignment": {"buffer_allocations": (3, ["BufferAllocation"])},
     "BufferAllocation": {"size": (2, int)},
 }
@@ -71,6 +86,18 @@ class Plane(NamedTuple):
     lines: list[Line]
 
 
+class Launch(NamedTuple):
+    """An operation that runs kernels on a GPU: a fusion, or a call of a library or of a kernel written in Triton.
+
+    Attributes:
+      op: its name in the program, such as `custom-call.79`.
+      kernel: its kernel's name in the program, or "" if a library chooses the kernel.
+    """
+
+    op: str
+    kernel: str
+
+
 class Program(NamedTuple):
     """A compiled program stored in a trace.
 
@@ -79,12 +106,14 @@ class Program(NamedTuple):
       op_names: operation -> where it comes from: `fusion.5` -> `jit(train_step)/attention/dot_general`.
       opcodes: operation -> its opcode: `psum_invariant.7` -> `all-reduce`.
       bytes: size of all its buffers on one device, including arguments; 0 if the trace doesn't say.
+      schedules: for each computation, what it launches on a GPU, in the order in which it runs.
     """
 
     name: str
     op_names: dict[str, str]
     opcodes: dict[str, str]
     bytes: int
+    schedules: list[list[Launch]]
 
 
 def find(directory: Path | str) -> Path:
@@ -171,12 +200,23 @@ def programs(path: Path | str) -> list[Program]:
 
 def _program(hlo: Any) -> Program:
     instructions = [i for c in hlo.hlo_module.computations for i in c.instructions]
+    launches = {i.id: _launch(i) for i in instructions if i.opcode in ("fusion", "custom-call")}
+    sequences = [entry.value.instruction_ids for entry in hlo.hlo_module.schedule.sequences]
     return Program(
         hlo.hlo_module.name,
         {i.name: i.metadata.op_name for i in instructions if i.HasField("metadata")},
         {i.name: i.opcode for i in instructions},
         sum(buffer.size for buffer in hlo.buffer_assignment.buffer_allocations),
+        [[launches[i] for i in ids if i in launches] for ids in sequences],
     )
+
+
+def _launch(instruction: Any) -> Launch:
+    if instruction.opcode == "fusion":
+        return Launch(instruction.name, instruction.name)
+    triton = instruction.custom_call_target == "__gpu$xla.gpu.triton"
+    named = triton and re.search(rb', name = "([^"]+)"', instruction.backend_config)
+    return Launch(instruction.name, named[1].decode() if named else "")
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -26,6 +27,7 @@ from minitext.observability.device_time import (
     length,
     union,
 )
+from minitext.observability.gpu_launches import assign_kernels
 from minitext.observability.profile_report import SCOPES, find_scope, print_profile, summarise
 from minitext.sharding.mesh import make_mesh
 from minitext.training.step import abstract_batch, abstract_state, make_train_step
@@ -176,33 +178,130 @@ def test_what_runs_beside_a_tpus_operations(tmp_path):
 
 def test_a_gpus_streams(tmp_path):
     def kernel(name, start, end, op):
-        return name, start, end, {"hlo_op": op, "hlo_module": "jit_train_step"}
+        return (
+            name,
+            start,
+            end,
+            {"hlo_op": op, "hlo_module": "jit_train_step", "correlation_id": start},
+        )
 
     lines = {
         "Stream #13(Compute)": [kernel("gemm", 0, 30, "dot.1"), kernel("loop", 50, 60, "fusion.2")],
         "Stream #14(Collective)": [kernel("ncclDevKernel_AllGather", 20, 50, "all-gather-start.3")],
     }
-    host = {"main": [("train", 0, 2, {"step_num": 5}), ("train", 2, 4, {"step_num": 6})]}
-    found = summarise(
-        xspace(tmp_path / "a.xplane.pb", ("/device:GPU:0", lines), ("/host:CPU", host))
-    )
+    found = summarise(xspace(tmp_path / "a.xplane.pb", ("/device:GPU:0", lines)))
     (d,) = found.devices
     assert np.isclose(d.hidden, 10e-6) and np.isclose(d.exposed, 20e-6) and np.isclose(d.idle, 0)
-    assert found.steps == 2 and np.isclose(found.step_seconds, 30e-6)  # divided evenly
+    assert found.steps == 1  # the host's part isn't in this trace
     assert {o.name for o in found.operations} == {"dot.1", "fusion.2", "all-gather-start.3"}
 
 
+def test_a_gpus_steps_are_told_by_the_calls_that_launched_them(tmp_path):
+    """Without a gap between two steps, and with the rest of one that began before the trace did."""
+
+    def kernel(start, end, call):
+        return "loop", start, end, {"hlo_module": "jit_train_step", "correlation_id": call}
+
+    kernels = [kernel(*k) for k in ((9, 10, 2), (10, 20, 3), (20, 40, 4), (40, 50, 5), (50, 70, 6))]
+    run = "[0] GpuExecutable::ExecuteThunks"
+    calls = [
+        (run, 0, 9, {}),
+        *(("cuLaunchKernel", at, at + 1, {"correlation_id": at}) for at in (3, 4)),
+    ]
+    more = [
+        (run, 10, 14, {}),
+        *(("cuLaunchKernel", at + 6, at + 7, {"correlation_id": at}) for at in (5, 6)),
+    ]
+    planes = (
+        ("/device:GPU:0", {"Stream #14(Compute)": kernels}),
+        ("/host:CPU", {"main": calls + more}),
+    )
+    found = summarise(xspace(tmp_path / "a.xplane.pb", *planes))
+    assert found.steps == 2
+    assert np.isclose(found.step_seconds, 30e-6) and np.isclose(found.seconds, 60e-6)
+
+
+def test_an_h100s_kernels_find_their_operations():
+    """Three steps of a model with 1B parameters, cut down to what they launch up to the end of the second layer.
+
+    The steps were dispatched one after another, without waiting, in three command buffers of equal content.
+    """
+    found = summarise(Path(__file__).with_name("h100.xplane.pb"))
+    assert found.steps == 3 and 0.45 < found.step_seconds < 0.46
+    runs = {(o.name.partition("_sm90")[0], o.scope): 0 for o in found.operations}
+    for o in found.operations:
+        runs[o.name.partition("_sm90")[0], o.scope] += o.count
+    steps_and_layers = 3 * 2
+    assert runs["nvjet", "attention"] == steps_and_layers * len("qkvo")
+    assert runs["nvjet", "ffn"] == steps_and_layers * len(("gate", "up", "down"))
+    assert runs["flash_attention_forward", "attention"] == steps_and_layers
+    assert {part for name, part in runs if name in ("nvjet", "flash_attention_forward")} == {
+        "attention",
+        "ffn",
+    }
+    products = {o.source.rpartition("/")[2] for o in found.operations if o.name.startswith("nvjet")}
+    assert products == {"dot_general"}
+
+
+SCHEDULE = [
+    xplane.Launch(*launch)
+    for launch in (("loop_add.4", "loop_add.4"), ("call.1", ""), ("call.2", ""), ("pallas.1", "flash"),
+                   ("call.3", ""), ("loop_add.5", "loop_add.5"))
+]  # fmt: skip
+BUFFER = ["loop_add_4", "nvjet_a", "Memset 3", "nvjet_b", "flash__1", "nvjet_a", "loop_add_4"]
+OPS = ["loop_add.4", "call.1", "", "call.2", "pallas.1", "call.3", "loop_add.5"]
+
+
+def assigned(names, *schedules):
+    stats = {"hlo_op": "command_buffer_1", "correlation_id": 7}
+    line = [xplane.Event(name, i, i + 1.0, stats) for i, name in enumerate(names)]
+    device, _ = assign_kernels(Ops("GPU:0", [line], [], []), list(schedules))
+    return [e.op if e.stats != stats else "" for e in device.lines[0]]
+
+
+def test_kernels_of_a_command_buffer_are_assigned_in_the_schedules_order():
+    assert assigned(BUFFER, SCHEDULE) == OPS
+    assert assigned(BUFFER, SCHEDULE, SCHEDULE[:5]) == OPS  # the other computation is too short
+    later = [xplane.Launch("call.0", ""), xplane.Launch("sort.1", "sort.1")]
+    assert assigned(BUFFER, later + SCHEDULE + later[::-1]) == OPS
+    assert assigned(["nvjet_a", *BUFFER[4:]], SCHEDULE) == ["", *OPS[4:]]  # one of two calls
+
+
+def test_kernels_are_left_alone_where_counts_or_order_differ_from_the_schedule():
+    split = [*BUFFER[:4], "splitKreduce", *BUFFER[4:]]
+    assert assigned(split, SCHEDULE) == ["loop_add.4", "", "", "", "", *OPS[4:]]
+    assert not any(assigned(["nvjet_a"], SCHEDULE))  # nothing to hold on to
+    assert not any(assigned(["loop_add_4", "nvjet_a"], SCHEDULE))  # fits twice
+    assert not any(assigned(["flash", *BUFFER], SCHEDULE))  # fits nowhere
+    assert not any(assigned(BUFFER, SCHEDULE, SCHEDULE))
+
+
 def test_a_command_buffers_kernels_have_names_of_their_own(tmp_path, monkeypatch):
-    """As on an H100, whose traces name the buffer where others name the operation."""
+    """As on an H100, whose traces name the buffer where others name the operation. Here their order tells nothing."""
     stats = {"hlo_op": "command_buffer_1", "hlo_module": "jit_train_step"}
-    kernels = [("loop_add_fusion_4", 0, 30, stats), ("nvjet_sm90", 30, 90, stats)]
-    sources = {"loop_add_fusion.4": "jit(train_step)/jvp(attention)/add"}
-    program = xplane.Program("jit_train_step", sources, {}, 0)
+    names = "loop_add_fusion_4", "nvjet_sm90", "scan", "flash"
+    kernels = [(name, 30 * i, 30 * i + 30, stats) for i, name in enumerate(names)]
+    sources = {"loop_add_fusion.4": "jit(train_step)/jvp(attention)/add", "call.1": "ffn/a"}
+    sources |= {f"pallas.{i}": "jit(train_step)/jvp(attention)/pallas_call" for i in (1, 2)}
+    sources |= {"pallas.3": "ffn/pallas_call", "pallas.4": "loss/pallas_call"}
+    launched = [
+        ("pallas.1", "flash"),
+        ("pallas.2", "flash"),
+        ("pallas.3", "scan"),
+        ("pallas.4", "scan"),
+    ]
+    schedule = [xplane.Launch(*launch) for launch in launched]
+    program = xplane.Program("jit_train_step", sources, {}, 0, [schedule])
     monkeypatch.setattr(xplane, "programs", lambda path: [program])
     lines = {"Stream #14(Compute,Memset)": kernels}
     found = summarise(xspace(tmp_path / "a.xplane.pb", ("/device:GPU:0", lines)))
     scopes = {operation.name: operation.scope for operation in found.operations}
-    assert scopes == {"loop_add_fusion_4": "attention", "nvjet_sm90": ""}
+    assert scopes == {
+        "loop_add_fusion_4": "attention",
+        "nvjet_sm90": "",
+        "flash": "attention",
+        "scan": "",
+    }
 
 
 def test_what_allocators_report(tmp_path):
