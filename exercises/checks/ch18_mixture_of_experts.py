@@ -378,6 +378,8 @@ def places(fn, t, experts, E, C, why):
     t.equal(got, want_dropped.tolist(), why=f"dropped by each expert: {why}", mistakes=mistakes)
     rank, none = want_slots - experts * C, want_slots == E * C
     endless = placed(experts, E, experts.size)[0] - experts * experts.size
+    counted = np.arange(experts.size).reshape(experts.shape)
+    earlier_tokens = np.arange(len(experts))[:, None]
     mistakes = {
         f"Slots are right, but a dropped assignment has {text}; want E * C": np.where(
             none, slot, want_slots
@@ -388,6 +390,7 @@ def places(fn, t, experts, E, C, why):
             "E": E,
             "C": C,
             "E * C - 1, a slot that exists": E * C - 1,
+            "E * C + 1": E * C + 1,
             "its expert's first slot": experts * C,
             "the slot after its expert's last, the first of the next expert": experts * C + C,
             "the slot that its expert would have if it had more": experts * C + endless,
@@ -401,6 +404,12 @@ def places(fn, t, experts, E, C, why):
         ).tolist(),
         "Those are rank * E + e: expert e's slots are together, from e * C on": np.where(
             none, E * C, rank * E + experts
+        ).tolist(),
+        "Ranks count earlier assignments to all experts, not to the same one": np.where(
+            counted < C, experts * C + counted, E * C
+        ).tolist(),
+        "Ranks are the tokens' numbers: count only earlier assignments to the same expert": np.where(
+            earlier_tokens < C, experts * C + earlier_tokens, E * C
         ).tolist(),
         "A token that loses one of its slots has lost them all": np.where(
             none.any(axis=1, keepdims=True), E * C, want_slots
@@ -456,7 +465,8 @@ def _(fn, t):
 @capacity.check("thousands of assignments")
 def _(fn, t):
     X = int(t.rng.integers(1500, 1800))
-    places(fn, t, choices(t, X, 4, 2, 2.0), 4, X * 2 // 4, f"{X} tokens, counts beyond 256")
+    why = f"{X} tokens; counts beyond 256 are exact in int32, but not in bfloat16, and int8 wraps"
+    places(fn, t, choices(t, X, 4, 2, 2.0), 4, X * 2 // 4, why)
 
 
 @capacity.check("no large array, and integers")
@@ -738,6 +748,25 @@ def other_losses(logits, k, mask):
     }  # fmt: skip
 
 
+def other_gradients(logits, k, mask):
+    """Gradients with a wrong part, under what is to be said of them."""
+    E, n, m = logits.shape[1], max(mask.sum(), 1), mask[:, None]
+    p = scores_of(logits, "softmax")
+    hits = np.eye(E)[np.argsort(-logits, axis=1, kind="stable")[:, :k]].sum(1)
+    f, P_E = (hits * m).sum(0) / n / k, (p * m).sum(0) / n
+    parts = {
+        "The same mean is subtracted for every token; its own scores weigh it": p * (f - f @ P_E),
+        "The plain mean of f is subtracted; a token's scores weigh the mean": p * (f - f.mean()),
+        "Subtracted is p times the token's mean, once more": p * (f - p * (p @ f)[:, None]),
+        "What is subtracted is a mean over experts; it's their sum": p * (f - (p @ f)[:, None] / E),
+        "The score before what is subtracted is missing": f - (p @ f)[:, None],
+        "f is the token's own choice there, not the load of all tokens": p
+        * (hits / k - (p * hits / k).sum(1, keepdims=True)),
+        "All tokens' mean scores weigh it, not each token's own": P_E * (f - f @ P_E),
+    }
+    return {text: E / n * m * part for text, part in parts.items()}
+
+
 def balances(fn, t, logits, k, mask, why, rtol=1e-4):
     logits, mask = jnp.asarray(logits, jnp.float32), jnp.asarray(mask)
     got = fn(logits, k, mask)
@@ -766,6 +795,7 @@ def balances(fn, t, logits, k, mask, why, rtol=1e-4):
             "the number of tokens that count": np.sum(mask),
         }.items()
     }
+    mistakes |= other_gradients(np.asarray(logits), k, np.asarray(mask))
     counted = np.asarray(mask)[:, None]
     if counted.any() and not counted.all() and np.asarray(got[1]).shape == gradient.shape:
         stray = np.abs(np.where(counted, 0, got[1])).max() > 0
@@ -1001,20 +1031,43 @@ def expected(slots, w, mesh, axis):
     return (y * place[:, None, :, None]).reshape(-1, C, F)
 
 
+def was_given(t, given, per, n, C, D, why):
+    """Checks the shapes that `compute` was called with."""
+    others = {
+        "That is still [E, C, D]: nothing was exchanged, or arriving slots were joined with the experts instead of the "
+        "slots": (per * n, C, D),
+        "Those are one device's slots; there are n senders": (per, C, D),
+        "That is every expert's slots, gathered; keep only this device's experts": (
+            per * n,
+            n * C,
+            D,
+        ),
+        "Arriving slots are joined along D, not along the slots": (per, C, n * D),
+        "The device's slots are split, not its experts": (per * n * n, C // n, D),
+        "There is a dimension for the experts missing, and one for the senders too many; compare "
+        "`tiled=False` with `tiled=True`": (C, n, D),
+    }
+    told = f"what compute was given, {given}; want [E/n, n*C, D] = {[per, n * C, D]}: {why}"
+    mistakes = {text: [shape] for text, shape in others.items() if shape != (per, n * C, D)}
+    t.equal(given, [(per, n * C, D)], why=told, mistakes=mistakes)
+
+
 def goes_through(fn, t, mesh, axis, per, C, D, F, dtype="float32", rtol=1e-4):
     n = mesh.shape[axis]
     slots = jnp.asarray(t.rng.normal(size=(mesh.size * per * n, C, D)), dtype)
     w = jnp.asarray(t.rng.normal(size=(per * n, D, F)), dtype)
     shapes = []
     program = expert_layer(fn, mesh, axis, shapes)
-    got = program(put(mesh, P(mesh.axis_names), slots), put(mesh, P(axis), w))
     why = f"{n} devices, {per * n} experts, {C} slots each, D = {D}, F = {F}"
-    given = sorted(set(shapes))
-    told = f"what compute was given, {given}; want [E/n, n*C, D] = {[per, n * C, D]}: {why}"
-    t.equal(given, [(per, n * C, D)], why=told)
+    try:
+        got = program(put(mesh, P(mesh.axis_names), slots), put(mesh, P(axis), w))
+    finally:  # After a wrong way there the way back may raise, and its error would mislead.
+        if shapes:
+            was_given(t, sorted(set(shapes)), per, n, C, D, why)
+    t.true(shapes, f"compute was never called: {why}")
     want = expected(slots, w, mesh, axis)
     t.close(np.asarray(got.astype(jnp.float32)), want, rtol=rtol, atol=4 * rtol, why=why)
-    t.equal(str(got.dtype), dtype, why="the dtype")
+    t.equal(str(got.dtype), dtype, why="the result's dtype; slots and results are sent as they are")
     t.equal(len(shapes), 1, why="calls of compute in the program")
 
 
@@ -1257,15 +1310,28 @@ def is_even(t, fn, loads, devices, slots):
     plan = [dict(device) for device in plan]
     experts = sorted({expert for device in plan for expert in device})
     known = [expert for expert in experts if expert in range(len(loads))]
-    t.equal(known, experts, why=f"{case}: experts in the dicts")
+    t.equal(experts, known, why=f"{case}: keys of the dicts; some are no expert's number")
     counts = [tokens for device in plan for tokens in device.values()]
     whole = all(isinstance(tokens, int | np.integer) for tokens in counts)
     t.true(whole, f"{case}: tokens are ints", [str(type(tokens)) for tokens in counts[:20]])
     t.true(all(tokens >= 0 for tokens in counts), f"{case}: no device gets less than 0", counts)
     got = [sum(device.get(expert, 0) for device in plan) for expert in range(len(loads))]
-    t.equal(got, list(loads), why=f"{case}: each expert's tokens on all devices")
+    why = f"{case}: each expert's tokens on all devices"
+    lost = sum(loads) - sum(got)
+    if lost:
+        why += f"; {lost} tokens go nowhere" if lost > 0 else f"; {-lost} tokens are made up"
+    mistakes = {
+        "Of a load that isn't a multiple of `devices`, the remainder is lost": [
+            x // devices * devices for x in loads
+        ],
+        "Each copy of an expert has all of its tokens": [
+            x * sum(expert in device for device in plan) for expert, x in enumerate(loads)
+        ],
+    }
+    t.equal(got, list(loads), why=why, mistakes=mistakes)
     used = [len(device) for device in plan]
-    why = f"{case}: experts on the devices are {used}"
+    full = [d for d, number in enumerate(used) if number > slots]
+    why = f"{case}: there are {used} experts on the devices, too many on numbers {full[:4]}"
     t.true(max(used) <= slots, why, [sorted(map(int, device.values())) for device in plan])
     got = [sum(device.values()) for device in plan]
     t.equal(got, [sum(loads) // devices] * devices, why=f"{case}: tokens on each device")
