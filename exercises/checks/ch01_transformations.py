@@ -599,6 +599,16 @@ def decay_is_rounded():
 
 
 @pytree.mutant(
+    "You convert decay to float32, which has fewer digits. It's a Python float: keep it as it is."
+)
+def decay_in_float32():
+    return average_class(
+        lambda a: ((a.params, a.count), np.float32(a.decay)),
+        lambda cls, decay, children: bare(cls, children[0], decay, children[1]),
+    )
+
+
+@pytree.mutant(
     "The average comes back with a decay of 0.9, whatever it was before. The decay has to be in the "
     "auxiliary data, because unflatten knows nothing else about the object."
 )

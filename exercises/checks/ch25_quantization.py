@@ -971,6 +971,11 @@ def feedback_with(
                 share = np.eye(len(later))[0]
             elif solve == "own":
                 share = H[later, d] / H[d, d]
+            elif solve == "each":
+                share = H[later, d] / np.diag(H)[later]
+            elif solve == "next":
+                share = np.linalg.lstsq(H[np.ix_(later, later)], H[later, d], rcond=None)[0]
+                share[1:] = 0
             elif solve == "diagonal":
                 share = H[later, d] / np.diag(H)[later] / len(later)
             else:
@@ -1009,6 +1014,7 @@ def rounds(fn, t, w, x, damp, why):
         "Each column of w has one, not each row": np.abs(w).max(1) / 7,
         "You take the largest number, not the largest magnitude": w.max(0) / 7,
         "4 bits have two's -8 as well, but here the numbers go from -7 to 7": largest / 8,
+        "The largest magnitude becomes 7, not 127: the numbers have 4 bits": largest / 127,
         "From -7 to 7 are 14 steps, but the scale is the largest magnitude divided by 7": largest
         / 7.5,
     }
@@ -1041,11 +1047,10 @@ def rounds(fn, t, w, x, damp, why):
     last = np.any(w[-1] != 0) and not np.any(values[-1]) and bool(np.any(want[-1]))
     t.true(not last, f"the last row is all zeros: it is rounded like the others, {why}", values[-1])
     got, best = (objective(w, x, each, scale, damp) for each in (values, want))
-    t.true(
-        got <= 1.03 * best + 1e-9,
-        f"the error is {got / max(best, 1e-30):.2f} times what it can be, {why}",
-        got,
-    )
+    wrong = np.flatnonzero(np.any(values != want, 1))
+    told = f"the error is {got / max(best, 1e-30):.2f} times what it can be"
+    told += f"; row {wrong[0]} is the first that comes out wrong" if len(wrong) else ""
+    t.true(got <= 1.03 * best + 1e-9, f"{told}, {why}", got)
 
 
 @feedback.check("two rows that see the same")
@@ -1124,6 +1129,9 @@ for name, hint, options in (
      "too: solve for all of them at once.", {"solve": "diagonal"}),
     ("own_row_of_h", "You divide H[later, d] by H[d, d]. What the later rows can do depends on their own part of H: "
      "solve with that.", {"solve": "own"}),
+    ("each_for_itself", "You choose the change of each later row as if it alone made up for the error. Together they "
+     "do too much: solve for all of them at once.", {"solve": "each"}),
+    ("next_row_only", "Only the next row makes up for the error. All later rows change.", {"solve": "next"}),
     ("damp_squared", "You square damp, as if it counted like an input. It counts as it is.", {"squared": True}),
     ("whole_inverse", "You take the inverse of H with all rows. Those that are rounded already can't change any more: "
      "invert what belongs to the later rows.", {"solve": "whole"}),
