@@ -583,7 +583,7 @@ def choose_with(
             x_times, w_times = (rows, columns) if swap else (columns, rows)
             if "x" in stays and steps == 1:
                 x_times = 1
-            if "w" in stays and steps * columns == 1:
+            if "w" in stays and (steps if "W" in stays else steps * columns) == 1:
                 w_times = 1
             moved = 2 * (x_times * M * K + w_times * K * N + result * M * N)
             row = (moved, rows * columns * steps, vmem, (m, k, n))
@@ -599,20 +599,50 @@ def choose_with(
 right = choose_with()
 
 
+def bytes_moved(tiles, M, K, N):
+    """How often x and w move, and the bytes in all."""
+    m, k, n = tiles
+    steps, columns = K // k, N // n
+    x_times, w_times = columns if steps > 1 else 1, M // m if steps * columns > 1 else 1
+    return x_times, w_times, 2 * (x_times * M * K + w_times * K * N + M * N)
+
+
 def tiles_tell(tiles, told, M, K, N, budget):
     """What tiles take and move, by the statement."""
     if not all(n in LENGTHS and size % n == 0 for n, size in zip(tiles, (M, K, N), strict=True)):
         return f"{tiles} is not a choice: lengths are among {LENGTHS} and divide"
     m, k, n = tiles
     vmem, steps = 4 * (m * k + k * n + m * n) + 4 * m * n, K // k
-    x_times, w_times = N // n if steps > 1 else 1, M // m if steps * (N // n) > 1 else 1
-    moved = 2 * (x_times * M * K + w_times * K * N + M * N)
+    x_times, w_times, moved = bytes_moved(tiles, M, K, N)
     fits = "which fit" if vmem <= budget else "which don't fit"
     said = "" if told == moved else f" (not {told:,})"
     return (
         f"{tiles} take {vmem:,} bytes of VMEM, {fits}, and move {moved:,}{said}: x {x_times} times, w "
         f"{w_times} times, in {M // m * (N // n) * steps:,} steps"
     )
+
+
+def which_is_better(got, want, M, K, N, budget):
+    """Why the second of two choices is the right one, by the statement's order."""
+    (tiles, told), (best, moved) = got, want
+    if not all(n in LENGTHS and size % n == 0 for n, size in zip(tiles, (M, K, N), strict=True)):
+        return ""
+    if tiles == best:
+        return f". The tiles are right; the bytes are {told / moved:.4g} times what they move"
+    if told != bytes_moved(tiles, M, K, N)[2]:
+        return ""  # what is off is said already
+    vmem, again = (4 * (m * k + k * n + m * n) + 4 * m * n for m, k, n in (tiles, best))
+    steps, fewer = ((M // m) * (K // k) * (N // n) for m, k, n in (tiles, best))
+    if vmem > budget:
+        return ". Yours take more than the budget"
+    if told > moved:
+        return ". The second move fewer bytes"
+    if told == moved and steps > fewer:
+        return ". They move as many bytes, and the second take fewer steps"
+    if told == moved and steps == fewer:
+        less = "take less VMEM" if vmem > again else "come first in order"
+        return f". They move as many bytes in as many steps, and the second {less}"
+    return ""
 
 
 def chooses(fn, t, *cases):
@@ -635,6 +665,8 @@ def chooses(fn, t, *cases):
         text = f"got {got}, want {want}: M={M}, K={K}, N={N} and a budget of {budget:,} bytes"
         for tiles, moved in filter(None, (got, want)):
             text += f". {tiles_tell(tiles, moved, M, K, N, budget)}"
+        if got and want:
+            text += which_is_better(got, want, M, K, N, budget)
         t.true(got == want, text, seen)
 
 
@@ -725,6 +757,26 @@ mistaken(
     "w_never_stays",
     "If one tile of w is all of w, it is the same in every step and loaded only once.",
     choose_with(stays="x"),
+)
+mistaken(
+    choose,
+    "two_bytes_short",
+    "You count two bytes too few for each number of a tile of the result. Its block is in VMEM twice, like the "
+    "others, and the scratch is float32.",
+    choose_with(scratch=2),
+)
+mistaken(
+    choose,
+    "w_stays_with_one_step",
+    "With a single step of K you load w once. While columns pass, each needs another tile of w, and all of them again "
+    "for the next rows: only if one tile is all of w does it stay.",
+    choose_with(stays="xwW"),
+)
+mistaken(
+    choose,
+    "vmem_forgotten",
+    "If several tiles move equally few bytes in equally few steps, take the one with the least VMEM. You don't.",
+    choose_with(order=(0, 1, 3)),
 )
 mistaken(
     choose,
