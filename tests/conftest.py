@@ -22,6 +22,7 @@ from jax._src.interpreters import mlir
 from rich.console import Console
 
 import minitext as mt
+from minitext import files, hardware
 from minitext.config.sections import MeshConfig
 from minitext.distributed import devices
 from minitext.kernels import dispatch
@@ -89,6 +90,14 @@ def audit_but(kept, cases):
         pytest.param(case, id=str(case), marks=() if case in kept else pytest.mark.audit)
         for case in cases
     ]
+
+
+def use_cache(patch, folder):
+    """Makes an empty cache directory the one in use, but for this machine's peak, whose measurement takes seconds."""
+    hardware.measure_matmul_peak()
+    folder.mkdir()
+    shutil.copy(files.cache_dir() / "matmul_peak.json", folder)
+    patch.setenv("MINITEXT_CACHE", str(folder))
 
 
 class Server:

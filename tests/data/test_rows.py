@@ -22,6 +22,7 @@ from minitext.data.token_file import open_token_file
 from minitext.data.tokenizer import ByteTokenizer
 from minitext.errors import UserError
 from minitext.training.run import train
+from tests.conftest import use_cache
 
 BYTES = ByteTokenizer()
 
@@ -37,7 +38,7 @@ def folder(tmp_path_factory):
             text = "".join(rng.choice(list(name), rng.integers(20, 300)))
             (folder / name / f"{i}.txt").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MINITEXT_CACHE", str(folder / "cache"))
+        use_cache(patch, folder / "cache")
         yield folder
 
 
@@ -114,7 +115,7 @@ def test_a_run_that_asks_for_more_than_the_epochs_is_refused(folder, tmp_path):
         **{"data.path": str(folder / "abc"), "data.seq_len": 24, "data.epochs": 1},
         **{"model.embed": 16, "model.layers": 1, "model.heads": 2, "model.mlp": 16},
         **{"train.global_batch": 8, "train.sample_tokens": 0, "mesh.simulate": None},
-        **{"optim.warmup_steps": 1, "train.eval_batches": 1},
+        **{"optim.schedule": "constant", "optim.warmup_steps": 1, "train.eval_batches": 1},
     }
     cfg = load_config("laptop").replace(values)
     count = batches(cfg.data, 8).count

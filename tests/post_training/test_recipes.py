@@ -14,6 +14,7 @@ from minitext.models import convert, families
 from minitext.post_training import recipes
 from minitext.training import run, run_dir
 from minitext.training.step import make_loss_fn
+from tests.conftest import use_cache
 from tests.models import tiny_models
 
 SMALL = [
@@ -24,7 +25,7 @@ SMALL = [
 
 @pytest.fixture(autouse=True)
 def cache_path(tmp_path, monkeypatch):
-    monkeypatch.setenv("MINITEXT_CACHE", str(tmp_path / "cache"))
+    use_cache(monkeypatch, tmp_path / "cache")
 
 
 @pytest.fixture(scope="module")
