@@ -320,7 +320,9 @@ def make_step_fn(
             opt_state = jax.device_put(opt_state, jax.memory.Space.Device)
         old = state.params, opt_state
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        params = reshard_tree(optax.apply_updates(params, updates), rules)
+        with jax.named_scope("optimizer"):
+            params = optax.apply_updates(params, updates)
+        params = reshard_tree(params, rules)
         if sums.routing is not None and state.frozen is None:
             params = moe.update_bias(params, sums.routing.load_E, cfg.model)
         metrics = {
