@@ -162,6 +162,26 @@ def attends(fn, t, B, T, N, K, H, block, why):
     return run
 
 
+@index_maps.check("the numbers of blocks, where s <= t")
+def _(fn, t):
+    B, N, K, tiles = 2, 4, 2, 2
+    grid, in_specs, out_spec = fn(B, 8 * tiles, N, K, 16, 8)
+    t.equal(tuple(grid), (B, N, tiles, tiles), why="the grid")
+    t.equal(len(in_specs), 3, why="the blocks of q, k and v")
+    steps = [step for step in np.ndindex(B, N, tiles, tiles) if step[3] <= step[2]]
+    found, wrong = [], []
+    for name, block in zip(("q", "k", "v", "the result"), (*in_specs, out_spec), strict=True):
+        for b, n, row, column in steps:
+            got = [int(x) for x in block.index_map(b, n, row, column)]
+            key = [b, n // (N // K), column, 0]
+            want = key if name in "kv" else [b, n, row, 0]
+            found.append(got)
+            if got != want:
+                at = f"at (b, n, t, s) = {(b, n, row, column)}, with N = {N} and K = {K}"
+                wrong.append(f"{at}, the block of {name} is {got}, want {want}")
+    t.true(not wrong, "".join(wrong[:1]), str(found))
+
+
 @index_maps.check("one head and one block")
 def _(fn, t):
     attends(fn, t, 1, 8, 1, 1, 16, 8, "B = N = K = 1 and a single block")
@@ -316,6 +336,8 @@ def reduces(fn, t, M, N, dtype=jnp.float32, shift=0.0, **block):
         "Only the last block of rows counts": last.sum(0, keepdims=True),
         "The last block of rows is missing": sums - last.sum(0, keepdims=True),
     }
+    lost = ". x has no NaN: a row past the end is counted, or a result that was never set"
+    text += lost if any(np.isnan(np.asarray(part)).any() for part in got) else ""
     t.close(got[0], sums, 1e-4, 1e-2, f"sums {text}", np.float32, mistakes)
     mistakes = {
         "Those are minima": wide.min(0, keepdims=True),
@@ -546,12 +568,32 @@ It passed its tests with `interpret=True`, it compiles for a v5e, and it's wrong
 )
 
 
+def neighbours_of(got, want, wide):
+    """What the first wrong row was made of; `wide` is x between two rows of zeros."""
+    close = lambda a, b: np.allclose(a, b, rtol=1e-5, atol=1e-5)  # noqa: E731
+    wrong = [m for m in range(len(got)) if not close(got[m], want[m])]
+    if not wrong:
+        return ""
+    m, M = wrong[0], len(got)
+    if np.isnan(got[m]).any():
+        return f". Row {m} has a NaN, which x has not: it comes from rows that don't exist"
+    name = lambda r: f"row {r - 1}" if 0 < r <= M else "zeros"  # noqa: E731
+    pairs = itertools.product(range(M + 1), repeat=2)
+    used = [(a, b) for a, b in pairs if close(got[m], wide[a] - 2 * wide[m + 1] + wide[b])]
+    above, below = name(m), name(m + 2)
+    made = f" Yours are {name(used[0][0])} and {name(used[0][1])}" if used else ""
+    return f". Row {m} is wrong. Above it is {above}, below it {below}.{made}".removesuffix(".")
+
+
 def differs(fn, t, M, N):
     x = numbers(t, M, N)
     got, _ = simulate(t, fn, x, cores=1 if M <= 8 else 2)
     wide = np.pad(np.asarray(x), ((1, 1), (0, 0)))
     want = wide[:-2] - 2 * wide[1:-1] + wide[2:]
-    t.close(got, want, 1e-5, 1e-5, f"second differences of [{M}, {N}]", np.float32)
+    why = f"second differences of [{M}, {N}]"
+    if got.shape == want.shape:
+        why += neighbours_of(np.asarray(got), want, wide)
+    t.close(got, want, 1e-5, 1e-5, why, np.float32)
 
 
 @out_of_bounds.check("one block")
@@ -722,6 +764,7 @@ def soft(fn, t, x, why, **block):
             "They are divided by the sum of the whole block": np.concatenate([p / p.sum() for p in parts]),
             "That is a softmax of columns": np.exp(wide) / np.exp(wide).sum(0, keepdims=True),
             "That is the softmax's logarithm": np.log(want),
+            "A row that is all -inf gives zeros, not 1 / N": np.where(total == 0, 1 / wide.shape[1], want),
             "They are divided by N, not by the sum": exps / wide.shape[1],
         }  # fmt: skip
     t.close(got, want, rtol, 1e-7, why, x.dtype, mistakes)

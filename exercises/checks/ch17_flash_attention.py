@@ -265,6 +265,9 @@ def online_with(
     finite=True,
     each=False,
     top_in_lse=True,
+    turned=False,
+    new_too=False,
+    guarded=True,
 ):
     """The solution with a mistake that is asked for."""
 
@@ -282,13 +285,15 @@ def online_with(
             higher = jnp.maximum(higher, floor)
             shift = jnp.where(higher == -jnp.inf, 0, higher) if finite else higher
             exps_TS = jnp.exp(logits_TS - shift)
-            fade = jnp.exp(top - shift) if shifted else 1.0
+            fade = jnp.exp(shift - top if turned else top - shift) if shifted else 1.0
             part = jnp.sum(exps_TS, axis=1, keepdims=True)
             add = exps_TS @ v_SH.astype(jnp.float32)
+            if new_too:
+                part, add = part * fade, add * fade
             size = size * (fade if fade_sum else 1) + part
             out = out * (fade if fade_out else 1) + (add / part if each else add)
             top = higher
-        size_1 = jnp.where(size == 0, 1, size)
+        size_1 = jnp.where(size == 0, 1, size) if guarded else size
         lse = (shift if top_in_lse else 0) + jnp.log(size_1)
         lse = jnp.where(size == 0, -jnp.inf, lse)[:, 0]
         return (out if each else out / size_1), lse
@@ -343,6 +348,26 @@ mistaken(
 )
 
 
+mistaken(
+    online,
+    "factor_turned_over",
+    "Your factor has the wrong sign in its exponent. When the maximum rises, what was summed before becomes smaller, "
+    "and exp(old - new) is at most 1.",
+    online_with(turned=True),
+)
+mistaken(
+    online,
+    "new_block_scaled_too",
+    "You multiply the new block's part by the factor as well. It is relative to the new maximum already; only what "
+    "came before is relative to the old one.",
+    online_with(new_too=True),
+)
+mistaken(
+    online,
+    "zero_by_zero",
+    "A row of nothing but -inf has a sum of 0, and you divide 0 by it, which is NaN.",
+    online_with(guarded=False),
+)
 mistaken(
     online,
     "one_maximum_for_all_rows",
@@ -454,9 +479,13 @@ whether none (0), some (1) or all (2) of it is seen. Compute it from the block's
 )
 
 
-def kinds_of_square(T, block_q, block_kv, window, prefix):
+def seen_square(T, window, prefix):
     s, u = np.arange(T)[:, None], np.arange(T)
-    seen = (u <= s) & ((u > s - window) | (u < prefix))
+    return (u <= s) & ((u > s - window) | (u < prefix))
+
+
+def kinds_of_square(T, block_q, block_kv, window, prefix):
+    seen = seen_square(T, window, prefix)
     kinds = np.zeros((-(-T // block_q), -(-T // block_kv)), int)
     for i, j in np.ndindex(*kinds.shape):
         part = seen[i * block_q : (i + 1) * block_q, j * block_kv : (j + 1) * block_kv]
@@ -480,6 +509,10 @@ def kinds_are_right(fn, t, *args):
             f"t - s goes from {first[0] - last_kv} to {last_q - first[1]}. The window has 0 to {window - 1}"
         )
         why += f", the prefix keys 0 to {prefix - 1}" if prefix else ""
+        part = seen_square(T, window, prefix)[first[0] : last_q + 1, first[1] : last_kv + 1]
+        for found, text in ((part, "sees"), (~part, "doesn't see")):
+            pair = np.argwhere(found)[:1] + first
+            why += "".join(f". Query {q} {text} key {k}" for q, k in pair)
     t.equal(got.tolist(), want.tolist(), why=why)
 
 
@@ -664,14 +697,51 @@ def segments_of(t, T, lengths=None):
     return jnp.asarray(np.repeat(3 * np.arange(len(lengths)), lengths), jnp.int32)
 
 
-def attention_by_definition(q, k, v, segments):
+def attention_by_definition(q, k, v, segments, seen=None, power=0.5, divided=True):
+    """With a mistake that is asked for: another mask, another scale, or no division by the sum."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     k, v = (np.repeat(x, len(q) // len(x), axis=0) for x in (k, v))
-    logits = np.einsum("nth,nsh->nts", q, k) / math.sqrt(q.shape[2])
-    seen = np.tril(np.asarray(segments)[:, None] == np.asarray(segments))
+    logits = np.einsum("nth,nsh->nts", q, k) / q.shape[2] ** power
+    if seen is None:
+        seen = np.tril(np.asarray(segments)[:, None] == np.asarray(segments))
     logits = np.where(seen, logits, -np.inf)
     exps = np.exp(logits - logits.max(-1, keepdims=True))
-    return np.einsum("nts,nsh->nth", exps / exps.sum(-1, keepdims=True), v)
+    return np.einsum("nts,nsh->nth", exps / exps.sum(-1, keepdims=True) if divided else exps, v)
+
+
+def packed_mistakes(args, block):
+    same = np.asarray(args[3])[:, None] == np.asarray(args[3])
+    tokens = np.arange(len(same))
+    near = np.tril(same & (tokens[:, None] // block == tokens // block))
+    return {
+        "A token sees all earlier tokens, of other segments too": attention_by_definition(
+            *args, seen=np.tril(np.ones_like(same))
+        ),
+        "A token sees later tokens of its segment": attention_by_definition(*args, seen=same),
+        "Only the block of keys on the diagonal counts": attention_by_definition(*args, seen=near),
+        "The logits aren't divided by sqrt(H)": attention_by_definition(*args, power=0),
+        "The logits are divided by H, not by its root": attention_by_definition(*args, power=1),
+        "It isn't divided by the sum of exponentials": attention_by_definition(
+            *args, divided=False
+        ),
+    }
+
+
+def first_wrong_token(out, want, segments, block):
+    """Which token's result is wrong first, and what it sees."""
+    wrong = ~np.isclose(out, want, 1e-3, 1e-4).all(axis=(0, 2))
+    if not wrong.any():
+        return ""
+    token = int(np.argmax(wrong))
+    first = int(np.argmax(np.asarray(segments) == segments[token]))
+    text = f"the first wrong token is {token}, in block {token // block}; it sees tokens {first} to {token}"
+    text = f"{text}, from block {first // block} on"
+    none = np.isnan(out[:, token]).any()
+    return (
+        f"{text}. A NaN there means that no block was computed for it, or the first not set"
+        if none
+        else text
+    )
 
 
 def visible_blocks(segments, block):
@@ -685,7 +755,12 @@ def packed_is_right(fn, t, N, K, H, segments, block, why):
     T = len(segments)
     args = *(numbers(t, heads, T, H) for heads in (N, K, K)), segments
     out, run = simulate(t, lambda *args: fn(*args, block=block), *args)
-    t.close(out, attention_by_definition(*args), 1e-3, 1e-4, why, np.float32)
+    want = attention_by_definition(*args)
+    if out.shape == want.shape:
+        why = "; ".join(
+            filter(None, (why, first_wrong_token(np.asarray(out), want, segments, block)))
+        )
+    t.close(out, want, 1e-3, 1e-4, why, np.float32, packed_mistakes(args, block))
     return run, the_call(t, lambda *args: fn(*args, block=block), *args)
 
 
@@ -962,15 +1037,35 @@ def backward_args(t, G, T, H, dtype=jnp.float32, scale=1.0):
     dk = np.einsum("gts,gth->sh", grads, wide[0]) / math.sqrt(H)
     dv = np.einsum("gts,gth->sh", probs, wide[3])
     lse = (top + np.log(size))[..., 0]
-    return (q, k, v, grad, jnp.asarray(lse, jnp.float32), jnp.asarray(delta, jnp.float32)), dk, dv
+    args = q, k, v, grad, jnp.asarray(lse, jnp.float32), jnp.asarray(delta, jnp.float32)
+    dp = wide[3] @ wide[2].T
+    dk_of = lambda grads: np.einsum("gts,gth->sh", grads, wide[0]) / math.sqrt(H)  # noqa: E731
+    mistakes = {
+        "It lacks 1 / sqrt(H)": dk * math.sqrt(H),
+        "It has 1 / sqrt(H) twice": dk / math.sqrt(H),
+        "delta is missing": dk_of(probs * dp),
+        "delta is added, not subtracted": dk_of(probs * (dp + delta[..., None])),
+        "The weights are missing in the gradient of the logits": dk_of(
+            np.tril(dp - delta[..., None])
+        ),
+        "That is the gradient of the values": dv,
+    }
+    for name, head in (("first", 0), ("last", -1)) if G > 1 else ():
+        mistakes[f"It is dk of the {name} head alone"] = (
+            grads[head].T @ wide[0][head] / math.sqrt(H)
+        )
+        mistakes[f"It is dv of the {name} head alone"] = probs[head].T @ wide[3][head]
+    mistakes["It has the wrong sign"] = -dk
+    mistakes["That is the gradient of the keys"] = dk
+    return args, dk, dv, mistakes
 
 
 def gradients_are_right(fn, t, G, T, H, block, why, scale=1.0, dtype=jnp.float32, rtol=1e-3):
-    args, dk, dv = backward_args(t, G, T, H, dtype, scale)
+    args, dk, dv, mistakes = backward_args(t, G, T, H, dtype, scale)
     got, run = simulate(t, lambda *a: fn(*a, block=block), *args)
     t.equal(len(got), 2, why="how many results")
     for name, g, w in (("dv", got[1], dv), ("dk", got[0], dk)):
-        t.close(g, w, rtol, rtol * float(np.abs(w).max()), f"{name}, {why}", dtype)
+        t.close(g, w, rtol, rtol * float(np.abs(w).max()), f"{name}, {why}", dtype, mistakes)
     return run
 
 
@@ -1210,6 +1305,8 @@ def _(fn, t):
     sink = np.exp(extra) / np.exp(want[1])
     mistakes = {
         "That is the output as it was": out,
+        "It is multiplied by exp(-sink): the new logsumexp is not the sum of both": out
+        / np.exp(extra)[:, None],
         "It is divided by the keys' share, not multiplied": out / (1 - sink)[..., None],
         "It is multiplied by the square of the keys' share": out * ((1 - sink) ** 2)[..., None],
         "The sink has a value of 1: it should have none": want[0] + sink[..., None],
@@ -1268,7 +1365,8 @@ def _(fn, t):
     got = fn(out, lse, extra)
     t.close(got[0][0, 0], jnp.zeros((3, 4)), 0, 0, "outputs of a query that saw no key")
     t.close(got[0][0, 1, 1:], out[0, 1, 1:], 1e-6, 0, "outputs of heads whose sink is -inf")
-    t.close(got[1][0, 0], extra, 1e-6, 0, "logsumexp of a query that saw no key")
+    why = "logsumexp of a query that saw no key: the sink, and -inf without one"
+    t.close(got[1][0, 0], extra, 1e-6, 0, why)
     grads = jax.grad(lambda *a: jnp.sum(fn(*a)[0]), (0, 1, 2))(out, lse, extra)
     t.finite(grads, "gradients of the output where logsumexp or sink is -inf")
     grads = jax.grad(lambda *a: jnp.sum(fn(*a)[1]), (0, 1, 2))(out, lse, extra)
