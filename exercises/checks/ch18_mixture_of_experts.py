@@ -1247,8 +1247,8 @@ def width_of_the_slots(slots, compute, axis):
 
 
 @all_to_all.mutant(
-    "Your way back repeats the way there: it splits the experts and concatenates along the slots. The results are "
-    "split by experts, and go back to being split by slots: split_axis=1, concat_axis=0."
+    "One of your two ways splits and joins the wrong dimensions, perhaps because the way back repeats the way there. "
+    "There, the experts are split and arriving slots joined. The way back undoes that."
 )
 def there_twice(slots, compute, axis):
     there = jax.lax.all_to_all(slots, axis, split_axis=0, concat_axis=1, tiled=True)

@@ -124,10 +124,53 @@ def lists(fn, t, sizes, rows, tile, why, run=None):
     groups, tiles = np.asarray(groups), np.asarray(tiles)
     pairs, length = visits_by_hand(sizes, tile), -(-rows // tile) + len(sizes) - 1
     where = f"{why}: sizes {sizes.tolist()}, {rows} rows, tiles of {tile}"
-    t.equal((np.shape(count), int(np.sum(count))), ((), len(pairs)), why=f"visits, {where}")
-    t.equal((groups.shape, tiles.shape), ((length,),) * 2, why=f"shapes, {where}")
+    ends = np.cumsum(sizes)
+    touched = -(-ends // tile) - (ends - sizes) // tile
+    numbers = {
+        "An empty group whose beginning is within a tile is counted as if it had a row there": touched.sum(),
+        "That is the length of the arrays, not the number of visits": length,
+        "That is the number of tiles in which a group has a row: a shared one counts once for each group": len(
+            {number for _, number in pairs}
+        ),
+        "That is the number of groups with rows: a group has a visit for each of its tiles": np.sum(
+            sizes > 0
+        ),
+        "A tile of which a group has only the beginning is forgotten: round the group's end up": sum(
+            ends // tile - (ends - sizes) // tile
+        ),
+        "That is the last visit's number; `count` is one more": len(pairs) - 1,
+    }
+    mistakes = {text: int(n) for text, n in numbers.items() if n != len(pairs)}
+    t.equal(np.shape(count), (), why="shape of the count, which is a scalar")
+    t.equal(int(count), len(pairs), why=f"visits, {where}", mistakes=mistakes)
+    mistakes = {
+        "V is ceil(rows / tile) + G - 1; yours is one more": ((length + 1,),) * 2,
+        "Those are only the visits; the arrays have the fixed length V": ((len(pairs),),) * 2,
+        "The tile that isn't full is forgotten: round rows / tile up": (
+            (rows // tile + len(sizes) - 1,),
+        )
+        * 2,
+    }
+    wanted = ((length,),) * 2
+    mistakes = {text: shape for text, shape in mistakes.items() if shape != wanted}
+    t.equal((groups.shape, tiles.shape), wanted, why=f"shapes, {where}", mistakes=mistakes)
     got = [(int(g), int(v)) for g, v in zip(groups, tiles, strict=True)]
-    t.equal(got[: len(pairs)], pairs, why=f"(group, tile) of each visit, {where}")
+    why = f"(group, tile) of each visit, {where}"
+    mine, (own_groups, own_tiles) = (
+        got[: len(pairs)],
+        zip(*pairs, strict=True) if pairs else ((), ()),
+    )
+    through = np.cumsum(touched * (sizes > 0))
+    late = [int(np.sum(through < v)) for v in range(len(pairs))]
+    if [group for group, _ in mine] == late != list(own_groups):
+        why += ". A group's first visit still has the number of the group before"
+    elif sorted(mine) == sorted(pairs):
+        why += ". Those are the right visits in another order"
+    elif [number for _, number in mine] == list(own_tiles):
+        why += ". The tiles are right, the groups aren't"
+    elif [group for group, _ in mine] == list(own_groups):
+        why += ". The groups are right, the tiles aren't"
+    t.equal(mine, pairs, why=why)
     rest = [pairs[-1] if pairs else (0, 0)] * (length - len(pairs))
     t.equal(got[len(pairs) :], rest, why=f"entries after the last visit, {where}")
     t.equal((str(groups.dtype), str(tiles.dtype)), ("int32", "int32"), why="types")
@@ -350,7 +393,26 @@ def linear(
     got, run = simulate(t, call, x, w, b, sizes, steps=sizes.any())
     rtol = 5e-3 if dtype == jnp.bfloat16 else 1e-4
     where = f"{why}: sizes {sizes.tolist()}, {rows} rows"
-    t.close(got, want, rtol, 1e-2 if dtype == jnp.bfloat16 else 1e-3, where, dtype)
+    owned = own[:, None] >= 0
+    wide = np.where(owned, x, 0).astype(np.float64)
+    bias, matrix = np.where(owned, b[own], 0), w[own].astype(np.float64)
+    first, last = (
+        np.einsum("mk,mkn->mn", wide[:, part], matrix[:, part]) + bias
+        for part in (slice(tile_k), slice(-tile_k, None))
+    )
+    mistakes = {
+        "Rows that no group owns hold what was there before, or a product with it: 0 * NaN is NaN": np.where(
+            owned, want, np.nan
+        ),
+        "The bias is missing": want - bias,
+        "The bias is added twice": want + bias,
+        "Rows that no group owns got the last group's bias": np.where(owned, want, b[-1]),
+        "Only the first block of the contraction counts": first,
+        "Only the last block of the contraction counts: a later block replaces the sum": last,
+    }
+    t.close(
+        got, want, rtol, 1e-2 if dtype == jnp.bfloat16 else 1e-3, where, dtype, mistakes=mistakes
+    )
     return run
 
 
@@ -570,7 +632,26 @@ def grads(fn, t, sizes, rows, why, *, K=24, N=40, dtype=jnp.float32, tile=8):
     got, run = simulate(t, call, x, grad, sizes)
     rtol = 5e-3 if dtype == jnp.bfloat16 else 1e-4
     where = f"{why}: sizes {sizes.tolist()}, {rows} rows"
-    t.close(got, want, rtol, 1e-2 if dtype == jnp.bfloat16 else 1e-3, where, dtype)
+    firsts, lasts, halves = np.zeros_like(want), np.zeros_like(want), np.zeros_like(want)
+    for g, size in enumerate(sizes):
+        if size:
+            mine = np.flatnonzero(own == g)
+            for made, of in ((firsts, mine[0]), (lasts, mine[-1])):
+                part = mine[mine // tile == of // tile]
+                made[g] = x[part].astype(np.float64).T @ grad[part].astype(np.float64)
+            halves[g] = want[g] / size
+    mistakes = {
+        "Only a group's last visit counts": lasts,
+        "Only a group's first visit counts": firsts,
+        "Each is divided by the group's rows: the gradient is a sum": halves,
+        "Each group's product is transposed: x's columns come first": want.swapaxes(1, 2),
+        "Only the last group is stored": np.where(
+            np.arange(len(sizes))[:, None, None] == len(sizes) - 1, want, np.nan
+        ),
+    }
+    t.close(
+        got, want, rtol, 1e-2 if dtype == jnp.bfloat16 else 1e-3, where, dtype, mistakes=mistakes
+    )
     return run
 
 
@@ -815,7 +896,17 @@ def means(fn, t, sizes, rows, why, *, N=40, spoiled=None, tile=8):
     if spoiled is not None:
         t.true(np.isnan(got[spoiled]).all(), f"the mean of a group with NaN is not NaN, {where}")
         got, want = np.delete(got, spoiled, 0), np.delete(want, spoiled, 0)
-    t.close(got, want, 1e-4, 1e-5, where, np.float32)
+    at = sizes if spoiled is None else np.delete(sizes, spoiled)
+    at = at[:, None].astype(np.float64)
+    mistakes = {
+        "Those are sums; a mean is divided by the group's rows": want * at,
+        "Each sum is divided by the tile's rows, not by the group's": want * at / tile,
+        "Each sum is divided by the group's rows plus 1": want * at / (at + 1),
+        "The NaN is a product of 0 and a row of somebody else, or that row itself": np.where(
+            np.isnan(np.broadcast_to(got, want.shape)), np.nan, want
+        ),
+    }
+    t.close(got, want, 1e-4, 1e-5, where, np.float32, mistakes=mistakes)
     return run
 
 
