@@ -784,7 +784,10 @@ def _(fn, t):
     x, v = t.rng.normal(size=(2, 4)).astype("float32")
     got = fn(lambda x: 0.5 * x @ a @ x + jnp.sum(x**3) / 6, jnp.asarray(x), jnp.asarray(v))
     want = (0.5 * (a + a.T) + np.diag(x)) @ v
-    t.close(got, want, rtol=1e-4, atol=1e-4, why="f(x) = x'Ax / 2 + sum(x^3) / 6")
+    told = "f(x) = x'Ax / 2 + sum(x^3) / 6"
+    if getattr(got, "shape", None) == want.shape and np.allclose(got, want, 0.05, 0.05):
+        told += ". That's near, but not exact: the difference of two gradients loses digits"
+    t.close(got, want, rtol=1e-4, atol=1e-4, why=told)
 
 
 @hvp.check("a pytree in, a pytree out")

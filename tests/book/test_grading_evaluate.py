@@ -1,5 +1,7 @@
 """The hint that a wrong answer gets is that of its own mistake, or none in particular."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -135,6 +137,11 @@ def halving():
             "You look past the end",
         ),
         (lambda x, y=None: [][2:].index(1), "ValueError: 1 is not in list", "first"),
+        (
+            lambda x, y=None: jax.grad(jnp.negative)(jnp.ones(2)),
+            "TypeError: Gradient only defined for scalar-output functions",
+            "`jax.grad` takes the derivative of a function whose result is a single number",
+        ),
         (
             lambda x, y=None: {"half": 2}["Half"],
             "KeyError: 'Half'; called with [4, 6], float32[2, 3]",

@@ -49,6 +49,12 @@ _CAUSES = (
     ),
     (
         "TypeError",
+        "Gradient only defined for scalar-output",
+        "`jax.grad` takes the derivative of a function whose result is a single number, and this one returns an array. "
+        "For many results there are `jax.jacrev`, `jax.vjp` and `jax.jvp`.",
+    ),
+    (
+        "TypeError",
         "JSON serializable",
         "JSON holds dicts, lists, strings, bools, None and Python's own numbers. Arrays and NumPy's numbers must be "
         "converted.",
