@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from minitext.config.config import Config
 
 ACROSS = tuple(f"mesh.dcn.{name}" for name in SlicesConfig.model_fields)
+SENT = "sharding.gather_dtype"
 MESH = (*(f"mesh.{name}" for name in MeshConfig.model_fields), *ACROSS)
 
 
@@ -250,6 +251,7 @@ def roofline(
         refuse_settings(cfg, MESH, "without a chip, such as chip=v5p: this machine is one device")
     else:
         refuse_settings(cfg, ["mesh.simulate", *ACROSS], f"with chip={chip}")
+    refuse_settings(cfg, [SENT], "here, where communication takes no time")
     start()
     from minitext.perf import roofline
 
@@ -267,7 +269,7 @@ def optim_memory(settings: Settings = None, as_json: Json = False) -> None:
     """Compare the memory of a preset's training state under each optimizer, summed over all devices."""
     cfg = load(settings)
     refuse_settings(cfg, ["optim.kind"], "here, where all optimizers are compared")
-    refuse_settings(cfg, MESH, "on sums over all devices")
+    refuse_settings(cfg, [*MESH, SENT], "on sums over all devices")
     start()
     from minitext.perf import memory
     from minitext.training import step as train
@@ -287,6 +289,7 @@ def shard(
     """
     cfg = load(settings)
     refuse_settings(cfg, ["mesh.simulate"], "here: no device is needed")
+    refuse_settings(cfg, [SENT], "on what devices store")
     start()
     from minitext.perf import shard_report
 

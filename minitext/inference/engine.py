@@ -319,11 +319,10 @@ class Engine:
         _check_options(cfg, options)
         S = options.page_tokens or page_tokens(options.cache_dtype)
         longest = min([options.max_length, *switch_lengths(cfg)])
-        pages = -(-options.cache_tokens // S) + 1
-        if not options.cache_tokens:
-            pages = _pages_within_memory(cfg, S, longest, options)
+        if options.cache_tokens:
+            pages = _pages_asked_for(cfg, S, options, 1 if mesh is None else mesh.size)
         else:
-            _check_room(cfg, pages, S, options, 1 if mesh is None else mesh.size)
+            pages = _pages_within_memory(cfg, S, longest, options)
         self.cfg, self.options, self.page_tokens, self.make_guide = cfg, options, S, make_guide
         self.pages = Pages(pages, S, reuse=options.reuse_prefixes and not states)
         # A text must fit alone, or it would be preempted for ever.
@@ -1087,9 +1086,13 @@ def _pages_within_memory(
     return max(2, min(wanted, limit // share // (two - one)))
 
 
-def _check_room(
-    cfg: ModelConfig, pages: int, tokens: int, options: EngineOptions, devices: int
-) -> None:
+def _pages_asked_for(cfg: ModelConfig, tokens: int, options: EngineOptions, devices: int) -> int:
+    """Returns how many pages hold `cache_tokens`.
+
+    Raises:
+      UserError: if they need more memory than the devices have.
+    """
+    pages = -(-options.cache_tokens // tokens) + 1
     limit = hardware.memory_bytes(jax.local_devices()[0])
     one, two = (_bytes(cfg, n, tokens, options.cache_dtype) for n in (1, 2))
     # Of a page that holds nothing, because layers keep states alone, this process still keeps a count.
@@ -1099,6 +1102,7 @@ def _check_room(
             f"a cache of {options.cache_tokens:,} tokens takes {show_bytes(needed)}, and there are "
             f"{show_bytes(limit * devices)}: lower --max-tokens-in-flight (EngineOptions.cache_tokens)"
         )
+    return pages
 
 
 def _bytes(cfg: ModelConfig, pages: int, tokens: int, cache_dtype: str) -> int:

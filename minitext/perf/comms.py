@@ -81,6 +81,12 @@ class Term(NamedTuple):
             yield Term(f"{self.name}, across slices", kind + DCN, slices, arrays, self.runs)
 
 
+def check(cfg: Config) -> None:
+    """Raises UserError if products or the weights that devices send are quantized, which `predict` does not know."""
+    check_products(cfg.model, "what devices send")
+    check_gathers(cfg, "what devices send")
+
+
 def predict(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[Term]:
     """Predicts what one train step sends, term by term.
 
@@ -101,8 +107,7 @@ def predict(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[Term]:
     Raises:
       UserError: if products or the weights that devices send are quantized.
     """
-    check_products(cfg.model, "what devices send")
-    check_gathers(cfg, "what devices send")
+    check(cfg)
     s = Sizes(cfg, mesh, backend)
     terms = []
     for part, outside in PARTS:

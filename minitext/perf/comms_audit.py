@@ -19,7 +19,7 @@ from minitext.compiler.aot import dump_to, no_cache, read_dump
 from minitext.compiler.targets import topology_mesh
 from minitext.config.config import Config
 from minitext.distributed.devices import quick_compile
-from minitext.perf.comms import Term, across_slices, notes, predict
+from minitext.perf.comms import Term, across_slices, check, notes, predict
 from minitext.sharding.mesh import count_slices, make_mesh, with_slices
 from minitext.terminal import print_tables, show_bytes, table
 from minitext.training.step import abstract_batch, abstract_state, make_train_step
@@ -94,6 +94,7 @@ def audit(cfg: Config, mesh: Mesh) -> Audit:
       cfg: the configuration; its layers are always scanned.
       mesh: of simulated CPU devices, or of ahead-of-time TPUs (`minitext.compiler.targets.topology_mesh`).
     """
+    check(cfg)  # before the step is compiled
     cfg = cfg.replace({"model.scan_layers": True})
     backend = mesh.devices.flat[0].platform
     step = make_train_step(cfg, mesh)

@@ -144,6 +144,7 @@ class Store(contextlib.AbstractContextManager):
         self.folder, path = folder, folder / RESULTS
         shown = files.shorten(str(folder))
         try:
+            self._made = [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             if os.listdir(folder) and not path.is_file():
                 raise UserError(
@@ -172,6 +173,11 @@ class Store(contextlib.AbstractContextManager):
         self.found[result.key] = result
 
     def __exit__(self, *_: object) -> None:
+        if not self.found:  # a start that can't be compiled leaves nothing
+            (self.folder / RESULTS).unlink()
+            with contextlib.suppress(OSError):  # somebody else's files are in it
+                for folder in self._made:
+                    folder.rmdir()
         self._file.close()
 
     def _read(self) -> Iterator[Result]:

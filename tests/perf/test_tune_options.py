@@ -169,10 +169,11 @@ def test_a_recommended_set_can_be_left_out_and_is_not_tried_again():
 
 def test_a_start_that_cannot_be_compiled_is_no_result(monkeypatch, tmp_path):
     monkeypatch.setattr(tune_options, "compile_apart", lambda *_: {"refusal": "no such kernel"})
-    for _ in range(2):
-        with pytest.raises(UserError, match="no such kernel"):
-            search(tmp_path)
-    assert (tmp_path / "results.jsonl").read_text() == ""
+    for folder in (tmp_path, tmp_path / "a" / "b"):
+        for _ in range(2):
+            with pytest.raises(UserError, match="no such kernel"):
+                search(folder)
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(
