@@ -97,11 +97,11 @@ def sent(target, *settings):
 def test_a_tpu_sends_int8():
     wide = [
         "model.embed=512", "model.head_dim=128", "model.mlp=1024", "data.seq_len=128", "model.dtype=bfloat16",
-        "mesh.data=1", "mesh.fsdp=4",
+        "mesh.data=1", "mesh.fsdp=4", "model.scan_layers=true",  # `sent` counts in loops
     ]  # fmt: skip
     exact, rounded = sent("v5e:2x2", *wide), sent("v5e:2x2", *wide, ROUNDED)
     weights = exact["bf16"]
-    assert rounded["s8"] * 2 == weights
+    assert rounded["s8"] * 2 == weights > 0
     assert rounded["bf16"] < 0.01 * weights and rounded["f32"] < 0.02 * weights
 
 
