@@ -341,11 +341,11 @@ def train_gpu(records: list[Record]) -> str:
         if "mfu" in r
     ]  # fmt: skip
     header = [
-        "Parameters", "Row", "Tokens a step", "Attention", "Recomputed", "Tokens/s", "MFU (data sheet)",
-        "Of the measured peak",
+        "Model", "Row", "Tokens a step", "Attention", "Remat", "Tokens/s", "MFU", "Of measured peak",
     ]  # fmt: skip
     return (
-        f"On one {records[-1]['results'][0]['device']}, layers unrolled.\n\n{table(header, rows)}"
+        f"On one {records[-1]['results'][0]['device']}, layers unrolled. MFU is the share of the data sheet's peak.\n\n"
+        f"{table(header, rows)}"
     )
 
 
@@ -365,8 +365,8 @@ def decode_gpu(records: list[Record]) -> str:
     case = records[-1]["cases"][0]
     return (
         f"About 1B random parameters in bfloat16 on one {records[-1]['device']}: after {case['prompt_length']} tokens, "
-        f"{case['new_tokens']} more. A decode step must read the weights and the cache; that is the bandwidth's "
-        f"share.\n\n{table(header, rows)}"
+        f"{case['new_tokens']} more. The share of the bandwidth counts the weights and the cache, which a decode step "
+        f"must read once.\n\n{table(header, rows)}"
     )
 
 
