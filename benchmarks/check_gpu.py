@@ -329,7 +329,7 @@ def main():
         found = checks[args.case["check"]](args.case)
         print(json.dumps({"device": jax.devices()[0].device_kind, "found": found}))
         return
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # runs train while kernels compile
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # two processes share the GPU
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
         checked = pool.submit(in_subprocess, __file__, {"check": "kernels"})
         training = check_training(Path(folder))

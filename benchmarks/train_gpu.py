@@ -9,11 +9,12 @@
 It can't run on a machine without a GPU, such as the one where minitext is developed: it then prints one line and exits
 with 2. Shapes of about 0.3B, 1B and 3B parameters train on rows of 2,048, 4,096 and 8,192 tokens, 16,384 tokens a
 step, with bfloat16 compute, float32 parameters, AdamW, unrolled layers and logits and loss in one kernel, by each
-implementation of attention; settings of a configuration change that. A case keeps as much as fits: it is tried with nothing recomputed, then with all but matmuls, then with everything, and last
-with one row at a time. One process has the GPU's memory, so cases run one after another, each in its own. MFU is model
-FLOPs (a causal token sees half the keys, nothing recomputed counts) over the data sheet's dense bfloat16 peak in
-`minitext.hardware`; the matmul peak measured in the same process is given with it. As in a run, the steps of a round
-follow one another without waiting for their metrics.
+implementation of attention; settings of a configuration change that. A case keeps as much as fits: it is tried with
+nothing recomputed, then with all but matmuls, then with everything, and last with one row at a time. One process has
+the GPU's memory, so cases run one after another, each in its own. MFU is model FLOPs (a causal token sees half the
+keys, nothing recomputed counts) over the data sheet's dense bfloat16 peak in `minitext.hardware`; the matmul peak
+measured in the same process is given with it. As in a run, the steps of a round follow one another without waiting for
+their metrics.
 """
 
 import json
