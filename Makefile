@@ -19,7 +19,7 @@ help:  ## list the targets
 train: .venv/base  ## train a small language model on your Python's own source text (2 minutes)
 	$(BIN)/minitext train $(ARGS)
 
-journey: .venv/journey  ## from text to a served assistant and a report of it (twenty minutes; goes on where it stopped)
+journey: .venv/journey  ## from text to a served assistant and a report of it (half an hour; goes on where it stopped)
 	$(BIN)/minitext journey $(ARGS)
 
 test: .venv/test  ## run every test but those of audit, test-gpu-aot and book

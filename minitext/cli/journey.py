@@ -68,7 +68,7 @@ def journey(
 
     One dial, the depth, says how large everything is: embed = 24 x depth, heads of 24 (of 128 from depth 16 on), mlp =
     64 x depth, tokens = 3 x parameters, batch = 2 x sqrt(tokens), learning rate = 0.05 / sqrt(embed). The default
-    takes about twenty minutes on two idle cores; FLOPs grow with the sixth power of the depth.
+    takes about half an hour on two cores; FLOPs grow with the sixth power of the depth.
 
     Smaller models are trained first, and predict the loss of the large one. The same command goes on where it was
     interrupted. At the end DIR/report.html has every curve. Needs the extra journey.

@@ -10,8 +10,8 @@
 - rows: 256 tokens, float32 and 1,024 ids; from depth 16 on 2,048 tokens, bfloat16 and 32,768 ids.
 
 Parameters grow with the cube of the depth, so FLOPs, which grow with parameters times tokens, with its sixth power.
-Hoffmann et al. found 20 tokens for each parameter best. The default is 3: it costs two cores half an hour at
-most, and Python's library, the text, has little more to offer. Give 20 if you have a pod and enough text.
+Hoffmann et al. found 20 tokens for each parameter best. The default is 3: it costs two cores less than
+half an hour, and Python's library, the text, has little more to offer. Give 20 if you have a pod and enough text.
 
 Chapters: 27.
 """
