@@ -342,8 +342,8 @@ def _unprefixed(part: dict[str, Any] | None) -> dict[str, Any] | None:
         found = map(_unprefixed, part["normalizers"])
         return part | {"normalizers": [one for one in found if one]}
     if "pretokenizers" in part:  # of which the first sees the text, and the others its words
-        first, *rest = part["pretokenizers"]
-        return part | {"pretokenizers": [_unprefixed(first), *rest]}
+        found = part["pretokenizers"]
+        return part | {"pretokenizers": [*map(_unprefixed, found[:1]), *found[1:]]}
     changes = {"Metaspace": {"prepend_scheme": "never"}, "ByteLevel": {"add_prefix_space": False}}
     return part | changes.get(part["type"], {})
 
