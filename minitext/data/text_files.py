@@ -28,6 +28,7 @@ SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 RECORDS = (".jsonl", ".parquet")
 PIECE_BYTES, LINE_BYTES = 1 << 20, 64 << 20
 EXAMPLE = '{"text": "..."}'
+LAST_WORD, LAST_SPACE = re.compile(r"(?s).*[^\W_](?=\s)"), re.compile(r"(?s).*\S(?=\s)")
 UTF8 = codecs.getincrementaldecoder("utf-8")
 
 # Third-party code, and code written to be odd.
@@ -88,7 +89,8 @@ def read_file(path: Path, text_key: str) -> Iterator[Piece]:
 def _text_pieces(path: Path) -> Iterator[Piece]:
     """Yields a UTF-8 file in pieces of about a mebibyte; the last one ends the document.
 
-    A piece ends before white space where it can: no BPE token spans that point, so the ids are those of the whole text.
+    A piece ends after a letter or digit and before white space where it can: no BPE token spans that point, so the ids
+    are those of the whole text. Other characters won't do: Llama 3's and Qwen's tokens may have them and line ends.
     """
     decoder = UTF8()
     text, offset = "", 0
@@ -96,7 +98,7 @@ def _text_pieces(path: Path) -> Iterator[Piece]:
         while chunk := file.read(PIECE_BYTES):
             text += _decode(decoder, chunk, path, offset)
             offset += len(chunk)
-            word = re.match(r"(?s).*\S(?=\s)", text)
+            word = LAST_WORD.match(text) or LAST_SPACE.match(text)
             end = word.end() if word else len(text)
             if len(text) >= PIECE_BYTES // 4 and end:
                 yield text[:end], False

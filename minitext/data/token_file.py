@@ -80,10 +80,12 @@ def _write(directory: Path, cfg: DataConfig, tokenizer: Tokenizer) -> None:
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     digest = hashlib.blake2b(digest_size=16)
     ends = array("q")
-    length = 0
+    length, begins = 0, True
     with (directory / "tokens.bin").open("wb") as file:
         for pieces in _batches(cfg):
-            encoded = tokenizer.encode_batch([text for text, _ in pieces])
+            first = [begins, *(ends_document for _, ends_document in pieces)]
+            begins = first.pop()
+            encoded = _encode(tokenizer, [text for text, _ in pieces], first)
             for ids, (_, ends_document) in zip(encoded, pieces, strict=True):
                 data = ids.astype(dtype).tobytes()
                 length += len(ids)
@@ -100,6 +102,19 @@ def _write(directory: Path, cfg: DataConfig, tokenizer: Tokenizer) -> None:
     np.save(directory / "ends.npy", np.frombuffer(ends, np.int64))
     about = {"dtype": dtype.name, "tokens": length, "digest": digest.hexdigest()}
     (directory / "about.json").write_text(json.dumps(about))
+
+
+def _encode(tokenizer: Tokenizer, texts: list[str], first: list[bool]) -> Iterator[np.ndarray]:
+    """Yields the ids of texts, each the first piece of a document or one that goes on with it."""
+    starts, rest = (
+        [text for text, is_first in zip(texts, first, strict=True) if is_first == which]
+        for which in (True, False)
+    )
+    found = {
+        True: iter(tokenizer.encode_batch(starts)),
+        False: iter(tokenizer.encode_rest(rest) if rest else ()),
+    }
+    return (next(found[is_first]) for is_first in first)
 
 
 def _batches(cfg: DataConfig) -> Iterator[list[text_files.Piece]]:

@@ -68,6 +68,10 @@ class Tokenizer(ABC):
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns one integer array of ids per text: the fast way to encode a corpus."""
 
+    def encode_rest(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the same of texts that don't begin a document but go on with one."""
+        return self.encode_batch(texts)
+
     @abstractmethod
     def encode_spelled(self, texts: Sequence[str]) -> list[Spelled]:
         """Returns the ids of rendered conversations, in which special tokens are found where the text spells them.
@@ -267,8 +271,22 @@ class PublishedTokenizer(Tokenizer):
         """Returns a uint32 array for each text, without special tokens at its ends."""
         for text in texts:
             _utf8(text)
-        encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+        return _ids_alone(self._model, texts)
+
+    def encode_rest(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the same without the space that many models put before a text."""
+        for text in texts:
+            _utf8(text)
+        return _ids_alone(self._unprefixed, texts)
+
+    @functools.cached_property
+    def _unprefixed(self) -> Any:
+        """The same tokenizer, which puts nothing before a text."""
+        from tokenizers import Tokenizer
+
+        whole = self.published()
+        parts = {name: _unprefixed(whole[name]) for name in ("normalizer", "pre_tokenizer")}
+        return Tokenizer.from_str(json.dumps(whole | parts))
 
     @functools.cached_property
     def spellings(self) -> dict[str, int]:
@@ -309,6 +327,25 @@ class PublishedTokenizer(Tokenizer):
     def published(self) -> dict[str, Any]:
         """Returns what was read."""
         return json.loads(self._model.to_str())
+
+
+def _ids_alone(model: Any, texts: Sequence[str]) -> list[np.ndarray]:
+    encodings = model.encode_batch_fast(list(texts), add_special_tokens=False)
+    return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+
+def _unprefixed(part: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Returns a normalizer or pre-tokenizer of a tokenizer.json that puts nothing before a text."""
+    if part is None or part["type"] == "Prepend":
+        return None
+    if "normalizers" in part:
+        found = map(_unprefixed, part["normalizers"])
+        return part | {"normalizers": [one for one in found if one]}
+    if "pretokenizers" in part:  # of which the first sees the text, and the others its words
+        found = part["pretokenizers"]
+        return part | {"pretokenizers": [*map(_unprefixed, found[:1]), *found[1:]]}
+    changes = {"Metaspace": {"prepend_scheme": "never"}, "ByteLevel": {"add_prefix_space": False}}
+    return part | changes.get(part["type"], {})
 
 
 def _spelled(encoding: Any) -> Spelled:

@@ -11,6 +11,7 @@ With several processes each has devices of its own that it moves arrays to, and 
 Chapters: 26.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,8 +25,9 @@ NO_MESH = Mesh(np.empty((), object), ())
 def move(tree: Any, shardings: Any) -> Any:
     """Returns arrays with other shardings, also on other devices, without a trip through the host.
 
-    Where the new devices are as many as the old ones, or one of several equal parts of them, every device holds no more
-    on the way than the old and the new parts of one layout. Between other numbers whole arrays are copied.
+    Where the new devices are as many as the old ones, or one of several equal parts of them, no device makes whole
+    arrays on the way: besides the old and the new parts it holds about as much as the new ones again. Between other
+    numbers whole arrays are copied.
 
     Args:
       tree: arrays, all on the same devices.
@@ -50,12 +52,41 @@ def _copied(arrays: list[jax.Array], targets: list[Any]) -> list[Any]:
     old, new = _devices(arrays[0].sharding), _devices(targets[0])
     with jax.set_mesh(NO_MESH):
         if len(old) % len(new) == 0:
-            cut = _reshard(arrays, [_like(target, old) for target in targets])
+            wanted = [_like(target, old) for target in targets]
+            finer = [_finer(*pair) for pair in zip(arrays, wanted, strict=True)]
+            first = [i for i, sharding in enumerate(finer) if sharding is not None]
+            parts = _reshard([arrays[i] for i in first], [finer[i] for i in first])
+            moved = dict(zip(first, parts, strict=True))
+            cut = _reshard([moved.get(i, x) for i, x in enumerate(arrays)], wanted)
             there = all(map(_is_there, cut, targets))
             return cut if there else jax.device_put(cut, targets)
         whole = _reshard(arrays, [_whole(old)] * len(arrays))
         apart = jax.device_put(whole, [_whole(new)] * len(arrays))
         return _reshard(apart, targets)
+
+
+def _finer(x: jax.Array, wanted: NamedSharding) -> NamedSharding | None:
+    """Returns a sharding to pass through: as `wanted`, but cut further into parts of which each device has only one.
+
+    From parts along one dimension to parts along another that several devices have, XLA makes the whole array on every
+    device, and all arrays at once. On this way it exchanges parts and then gathers them. None where that isn't needed,
+    or where no dimension can be divided so.
+    """
+    sizes = zip(x.sharding.shard_shape(x.shape), wanted.shard_shape(x.shape), x.shape, strict=True)
+    if not any(have < want == whole for have, want, whole in sizes):
+        return None
+    mesh, entries = _mesh(wanted), list(wanted.spec)
+    axes = [(entry,) if isinstance(entry, str) else entry or () for entry in entries]
+    free = tuple(axis for axis in mesh.axis_names if not any(axis in names for names in axes))
+    if math.prod(mesh.shape[axis] for axis in free) == 1:
+        return None
+    for dim, names in enumerate(axes):
+        ways = math.prod(mesh.shape[axis] for axis in (*names, *free))
+        if names and x.shape[dim] % ways == 0:
+            return NamedSharding(
+                mesh, PartitionSpec(*entries[:dim], (*names, *free), *entries[dim + 1 :])
+            )
+    return None
 
 
 def _is_there(x: jax.Array, target: Sharding) -> bool:

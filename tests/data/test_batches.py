@@ -24,7 +24,7 @@ from minitext.config.sections import MeshConfig
 from minitext.data import grammar, packing, text_files, token_file
 from minitext.data.batches import LocalWindows, make_batches
 from minitext.data.rows import make_tokenizer, pack_source
-from minitext.data.tokenizer import ByteTokenizer, train_bpe
+from minitext.data.tokenizer import ByteTokenizer, read_published, train_bpe
 from minitext.errors import UserError
 from tests.conftest import QUICK_FLAGS
 
@@ -370,6 +370,57 @@ def test_a_file_read_in_pieces_has_the_ids_of_the_whole(text, size, tmp_path_fac
     assert tokenizer.decode(cut) == text
     if len(max(re.findall(r"\S+|\s+", text), key=len, default="").encode()) < size / 4:
         assert cut == tokenizer.encode(text)  # there was always a place to cut at
+
+
+LLAMA3 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def published(kind):
+    """Tokenizers as they are published: tokens have punctuation and line ends, or begin with a sign for a space."""
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    if kind in ("line ends", "a space", "spaces"):
+        made = Tokenizer(models.BPE())
+        level = pre_tokenizers.ByteLevel(kind != "line ends", use_regex=kind == "a space")
+        split = [] if kind == "a space" else [pre_tokenizers.Split(Regex(LLAMA3), "isolated")]
+        made.pre_tokenizer = pre_tokenizers.Sequence([*split, level])
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet)
+        made.train_from_iterator(["ab; \n\n);\n ab );\n\n\té 12345 );\n"] * 9, trainer)
+        made.add_special_tokens(["</s>"])
+        return read_published(made.to_str(), "</s>", "here")
+    pairs = [("▁", "▁"), ("▁", "a"), ("▁a", "b"), (")", ";")]
+    names = ["<unk>", "</s>", *"▁ab);12345\n\té", *map("".join, pairs)]
+    made = Tokenizer(models.BPE({n: i for i, n in enumerate(names)}, pairs, unk_token="<unk>"))
+    if kind == "prepended":
+        made.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+    else:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    made.add_special_tokens(["</s>"])
+    return read_published(made.to_str(), "</s>", "here")
+
+
+@pytest.mark.parametrize("kind", ["line ends", "a space", "spaces", "prepended", "first"])
+def test_a_published_tokenizer_sees_a_document_as_a_whole(kind, tmp_path, cache_path, monkeypatch):
+    """Also where a document is read in pieces: nothing is put before those, and no token is cut."""
+    tokenizer, rng = published(kind), np.random.default_rng(0)
+    words, spaces = ["a", "ab", "12345", "é"], [" ", "\n", "  ", "\n\n\t", " \n"]
+    for name in "abcd":
+        text = "".join(
+            rng.choice(words) + rng.choice(spaces) + rng.choice(["", ");\n", ");", ");\n\n"])
+            for _ in range(rng.integers(1, 200))
+        )
+        (tmp_path / f"{name}.txt").write_text(text)
+    monkeypatch.setattr(text_files, "PIECE_BYTES", 128)
+    monkeypatch.setattr(token_file, "BATCH_CHARACTERS", 500)  # a part of a document
+    assert len(list(text_files.read_file(tmp_path / "d.txt", "text"))) > 3
+    found = token_file.open_token_file(files(tmp_path / "*.txt"), tokenizer)
+    texts = [(tmp_path / f"{name}.txt").read_text() for name in "abcd"]
+    want = [[*ids, tokenizer.eod_id] for ids in tokenizer.encode_batch(texts)]
+    assert found.ends.tolist() == np.cumsum([len(ids) for ids in want]).tolist()
+    assert found.tokens.tolist() == list(itertools.chain(*want))
 
 
 def test_bpe_batches_are_text_again(tmp_path, cache_path):

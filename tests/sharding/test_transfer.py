@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 from minitext.config.sections import MeshConfig
 from minitext.inference.engine import Engine, EngineOptions
 from minitext.inference.requests import Request
+from minitext.sharding import transfer
 from minitext.sharding.mesh import make_mesh
 from minitext.sharding.transfer import NO_MESH, move
 from minitext.training.step import abstract_batch, init_state, make_train_step
@@ -83,6 +84,26 @@ def test_an_array_that_is_there_is_not_copied(old, new, spec):
     np.testing.assert_array_equal(moved, np.arange(64.0).reshape(8, 8))
     jax.jit(lambda x: x + 1, donate_argnums=0)(rows)
     assert moved.is_deleted() == same
+
+
+@pytest.mark.parametrize(("devices", "axes"), [(4, ("x", "y")), (8, ("x", "y")), (8, "x")])
+def test_no_device_makes_whole_arrays_on_the_way(devices, axes, monkeypatch):
+    """From rows on many devices to columns on half of them, as from FSDP to an engine that splits heads."""
+    reshard, programs = transfer._reshard, []
+
+    def watched(tree, shardings):
+        compiled = jax.jit(lambda tree: tree, out_shardings=shardings).lower(tree).compile()
+        programs.append(compiled.memory_analysis().temp_size_in_bytes)
+        return reshard(tree, shardings)
+
+    monkeypatch.setattr(transfer, "_reshard", watched)
+    arrays = [jnp.arange(float(128 * 128)).reshape(128, 128) + i for i in range(8)]
+    old = jax.device_put(arrays, layout(range(devices), PartitionSpec(axes))[0])
+    mesh = Mesh(np.array(jax.devices()[: devices // 2]), "y")
+    new = move(old, [NamedSharding(mesh, COLUMNS)] * 8)
+    np.testing.assert_array_equal(new, arrays)
+    parts = sum(x.nbytes for x in arrays) // mesh.size
+    assert programs and max(programs) < parts
 
 
 def test_jax_alone_goes_through_the_host():
