@@ -258,8 +258,7 @@ The checks look at the program too: at what its products multiply.
 def to_int8(x, axis, epsilon=0.0):
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=axis, keepdims=True) / 127
-    if epsilon is not None:
-        scale = scale + epsilon if epsilon else jnp.where(scale > 0, scale, 1.0)
+    scale = scale + epsilon if epsilon else jnp.where(scale > 0, scale, 1.0)
     return jnp.round(x / scale).astype(jnp.int8), scale
 
 
@@ -499,8 +498,6 @@ for name, hint, options in (
      "dimension.", {"backward": "reused"}),
     ("epsilon", "You add a small number to the scales, against zeros. Gradients are often smaller than that and round "
      "to 0: treat a scale of exactly 0 alone.", {"epsilon": 1e-8}),
-    ("zero_by_zero", "Where a row or column is all zeros its scale is 0, and you divide 0 by 0. Such a scale is 1.",
-     {"epsilon": None}),
     ("g_rounded_once", "You quantize g once, by its rows, for both products. The weight's gradient sums over g's rows: "
      "quantize g itself again, by its columns.", {"backward": "once"}),
     ("no_cast", "The result has the type of x_TD, and each gradient the type of its input.", {"cast": False}),
