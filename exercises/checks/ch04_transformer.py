@@ -544,6 +544,36 @@ def changes_the_inputs(model, x_TD):
 
 
 @leak.mutant(
+    "You look only from each position to the next one. A leak may come from any later position: keep everything above "
+    "the diagonal."
+)
+def next_position_only(model, x_TD):
+    influence = jnp.sum(jnp.abs(jax.jacrev(model)(x_TD)), axis=(1, 3))
+    return (influence > 0) & jnp.eye(len(x_TD), k=1, dtype=bool)
+
+
+@leak.mutant(
+    "You leave out the next position. It is the one that a model must not see above all: keep everything above the "
+    "diagonal, k=1."
+)
+def next_position_left_out(model, x_TD):
+    return jnp.triu(jnp.sum(jnp.abs(jax.jacrev(model)(x_TD)), axis=(1, 3)) > 0, k=2)
+
+
+@leak.mutant("You look at a single output of each position. A leak may be in any of them.")
+def first_output_only(model, x_TD):
+    jacobian_TTD = jax.jacrev(lambda x: model(x)[:, 0])(x_TD)
+    return jnp.triu(jnp.any(jacobian_TTD != 0, axis=-1), k=1)
+
+
+@leak.mutant(
+    "You count a leak only if all outputs depend on all features. One that depends on one is enough: any, not all."
+)
+def all_of_them(model, x_TD):
+    return jnp.triu(jnp.all(jax.jacrev(model)(x_TD) != 0, axis=(1, 3)), k=1)
+
+
+@leak.mutant(
     "You return one yes or no. The answer is an array [T, T] that says which position sees which."
 )
 def yes_or_no(model, x_TD):
@@ -832,6 +862,42 @@ def pairs_from_one(x_BTNH, positions_BT, theta=10_000.0):
 )
 def twice_the_exponent(x_BTNH, positions_BT, theta=10_000.0):
     return turn(x_BTNH, angles(x_BTNH, positions_BT, theta**2))
+
+
+@rope.mutant(
+    "All rows of your batch turn by the first row's positions. Each row has its own: positions_BT has the shape [B, T]."
+)
+def first_row_for_all(x_BTNH, positions_BT, theta=10_000.0):
+    return turn(x_BTNH, angles(x_BTNH, positions_BT[:1], theta))
+
+
+@rope.mutant(
+    "Your exponents go from 0 to -1 in equal steps, both ends included. The last one is -(H - 2)/H: divide by H/2, not "
+    "by H/2 - 1."
+)
+def exponents_to_the_end(x_BTNH, positions_BT, theta=10_000.0):
+    half = x_BTNH.shape[-1] // 2
+    return turn(x_BTNH, angles(x_BTNH, positions_BT, theta ** (half / max(half - 1, 1))))
+
+
+@rope.mutant(
+    "You turn the first half and leave the second as it is. A rotation changes both: b' = b * cos + a * sin."
+)
+def second_half_left(x_BTNH, positions_BT, theta=10_000.0):
+    half = x_BTNH.shape[-1] // 2
+    turned = turn(x_BTNH, angles(x_BTNH, positions_BT, theta))
+    return jnp.concatenate([turned[..., :half], x_BTNH[..., half:]], axis=-1)
+
+
+@rope.mutant(
+    "Each half is multiplied by its own sum or difference of cosine and sine. A rotation mixes the two: a' = a * cos - "
+    "b * sin, and b' = b * cos + a * sin."
+)
+def halves_apart(x_BTNH, positions_BT, theta=10_000.0):
+    angle = angles(x_BTNH, positions_BT, theta)
+    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([a * (cos - sin), b * (cos + sin)], axis=-1).astype(x_BTNH.dtype)
 
 
 @rope.mutant("You put the halves back in the wrong order: a' comes first, then b'.")
@@ -1438,6 +1504,45 @@ def ignores_the_cache(cfg, new, cached):
 )
 def half_the_square(cfg, new, cached):
     return cost(cfg, new, cached, keys=cached + (new + 1) / 2)
+
+
+@count.mutant("Your cache holds N heads. Keys and values have K, which is what grouping saves.")
+def cache_of_all_heads(cfg, new, cached):
+    parameters, cache, flops = cost(cfg, new, cached)
+    return parameters, cache // cfg.K * cfg.heads, flops
+
+
+@count.mutant(
+    "You take the query and output projections for D by D. They lead from D to N*H and back, which needn't be D."
+)
+def square_projections(cfg, new, cached):
+    parameters, cache, flops = cost(cfg, new, cached)
+    more = 2 * cfg.layers * cfg.embed * (cfg.embed - cfg.heads * cfg.H)
+    return parameters + more, cache, flops + 2 * new * more
+
+
+@count.mutant("You count the logits of one token. Here each new token gets its logits.")
+def logits_of_one(cfg, new, cached):
+    parameters, cache, flops = cost(cfg, new, cached)
+    return parameters, cache, flops - 2 * (new - 1) * cfg.vocab * cfg.embed
+
+
+@count.mutant("You give the scores K heads. Every one of the N query heads has scores of its own.")
+def scores_of_key_heads(cfg, new, cached):
+    parameters, cache, flops = cost(cfg, new, cached)
+    less = 4 * cfg.layers * new * (new + cached) * cfg.H * (cfg.heads - cfg.K)
+    return parameters, cache, flops - less
+
+
+@count.mutant(
+    "You multiply the cached tokens by the matrices again. What a cache is for is that their keys and values are there "
+    "already."
+)
+def cached_tokens_again(cfg, new, cached):
+    parameters, cache, flops = cost(cfg, new, cached)
+    matrices = parameters - cfg.vocab * cfg.embed * (1 if cfg.tie_embeddings else 2)
+    matrices -= (2 * cfg.layers + 1) * cfg.embed
+    return parameters, cache, flops + 2 * cached * matrices
 
 
 @count.mutant("You count two matrices in the feed-forward. It has three: gate, up and down.")

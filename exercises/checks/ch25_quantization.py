@@ -77,9 +77,8 @@ def absmax_with(
 def quantizes(fn, t, x_RC, shared, block, why):
     values, scale = fn(x_RC, shared, block)
     _, want = absmax_with()(x_RC, shared, block)
-    t.close(
-        scale, want, 1e-5, 0, f"scales, {why}", dtype=np.float32, mistakes=wrong_scales(x_RC, shared, block, want)
-    )  # fmt: skip
+    told = wrong_scales(x_RC, shared, block, want, scale)
+    t.close(scale, want, 1e-5, 0, f"scales, {why}", dtype=np.float32, mistakes=told)
     shape, dtype = np.shape(values), getattr(values, "dtype", None)
     t.true(
         shape == x_RC.shape,
@@ -96,10 +95,16 @@ def quantizes(fn, t, x_RC, shared, block, why):
         told += "; all are rounded towards 0, not to the nearest"
     elif np.all(got <= x / each + 1e-3):
         told += "; all are rounded down, not to the nearest"
+    elif np.all(np.abs(got) >= np.minimum(np.abs(x / each), 127) - 1e-3):
+        told += "; all are rounded away from 0, not to the nearest"
+    elif np.all(got >= np.minimum(x / each, 127) - 1e-3):
+        told += "; all are rounded up, not to the nearest"
+    elif np.allclose(got, np.clip(np.round(x * each), -127, 127)):
+        told += "; you multiply by the scale instead of dividing by it"
     t.true(off.max() <= 0.501, f"{told}, {why}", off)
 
 
-def wrong_scales(x_RC, shared, block, want):
+def wrong_scales(x_RC, shared, block, want, got):
     """Scales that are wrong in a known way, by the sentence that says how."""
     x, want = np.asarray(x_RC, np.float32), np.asarray(want)
     largest = np.where(want == 1, 0, want * 127)
@@ -107,6 +112,11 @@ def wrong_scales(x_RC, shared, block, want):
     padded = np.pad(x, ((0, 0), (0, -x.shape[1] % size)), constant_values=-np.inf)
     parts = padded.reshape(1 if shared == "tensor" else len(x), want.shape[1], -1)
     by_column = np.abs(x).max(0) / 127
+    kept = np.isfinite(parts)
+    mean = np.sum(np.abs(np.where(kept, parts, 0)), -1) / kept.sum(-1).clip(1)
+    strided = np.where(kept, parts, 0).reshape(*parts.shape[:1], size, -1)
+    flat = np.pad(np.abs(x).reshape(-1), (0, kept.size - x.size)).reshape(parts.shape)
+    zeros = np.where(largest == 0, got, want) if np.shape(got) == want.shape else largest / 127
     return {
         "You take the largest number, not the largest magnitude": parts.max(-1) / 127,
         "You take half of the range from the smallest number to the largest; take the largest magnitude": (
@@ -117,6 +127,12 @@ def wrong_scales(x_RC, shared, block, want):
         "You divide by 128: the largest magnitude becomes 127": largest / 128,
         "You divide by 127.5: the largest magnitude becomes 127": largest / 127.5,
         "Where all numbers are 0, the scale is 1": largest / 127,
+        "All are right but where all numbers are 0: there the scale is 1": zeros,
+        "You take the mean of the magnitudes; a scale comes from the largest": mean / 127,
+        "Your blocks run on from one row into the next; each row begins a new one": flat.max(-1)
+        / 127,
+        "Numbers of a block are neighbours; you take every nth of a row": np.abs(strided).max(1)
+        / 127,
         "Your scales are reciprocals: values times scales are the numbers": 1 / want,
         "Your scales are those of the columns": by_column[None],
         "Your scales are those of the columns; they have no axis of length 1 either": by_column,
@@ -285,6 +301,9 @@ def int8_matmul_with(
             grad_x = jnp.dot(g1, r.T, preferred_element_type=jnp.int32) * s1 * jnp.mean(u)
             grad_w = jnp.dot(q.T, g2, preferred_element_type=jnp.int32) * s2 * jnp.mean(s)
             grads = grad_x, grad_w
+        elif backward == "once":
+            p, v = to_int8(g, 1)
+            grads = dot(g, w.T), dot(x.T, p * v)
         elif backward == "straight":
             (q, s), (r, u) = to_int8(x, 1), to_int8(w, 0)
             grads = g @ (r * u).T, (q * s).T @ g
@@ -339,6 +358,12 @@ def wrong_products(a, b):
         "The scales of the second factor's columns are missing": sums * s,
         "You divide by the scales instead of multiplying by them": sums / s / u,
         "One scale for each factor isn't enough": int8_dot(a, b, axes=(None, None)),
+        "Your scales are the largest magnitude divided by 128; divide by 127": (
+            np.round(steps[0] * 128 / 127).clip(-128, 127)
+            @ np.round(steps[1] * 128 / 127).clip(-128, 127)
+        )
+        * scales
+        * (127 / 128) ** 2,
     }
 
 
@@ -385,9 +410,16 @@ def _(fn, t):
         rounded = q * s, r * u
         again = "You quantize again what the forward had rounded. Quantize x and w themselves"
         straight = "You multiply g by the forward's rounded numbers, in floats. Each product quantizes both factors"
+        once = "You quantize g once, by its rows. This product sums over its rows: quantize g itself by its columns"
+        g_rounded = (lambda p, v: p * v)(*to_int8(g, 1))
         told = (
             {again: int8_dot(g, rounded[1].T), straight: g @ rounded[1].T} | wrong_products(g, w.T),
-            {again: int8_dot(rounded[0].T, g), straight: rounded[0].T @ g} | wrong_products(x.T, g),
+            {
+                again: int8_dot(rounded[0].T, g),
+                straight: rounded[0].T @ g,
+                once: int8_dot(x.T, g_rounded),
+            }
+            | wrong_products(x.T, g),
         )
         for name, one, other, mistakes in zip(("x", "w"), got, want, told, strict=True):
             why = f"the gradient of {name}, x is [{T}, {D}], w is [{D}, {F}]"
@@ -466,6 +498,8 @@ for name, hint, options in (
      "dimension.", {"backward": "reused"}),
     ("epsilon", "You add a small number to the scales, against zeros. Gradients are often smaller than that and round "
      "to 0: treat a scale of exactly 0 alone.", {"epsilon": 1e-8}),
+    ("g_rounded_once", "You quantize g once, by its rows, for both products. The weight's gradient sums over g's rows: "
+     "quantize g itself again, by its columns.", {"backward": "once"}),
     ("no_cast", "The result has the type of x_TD, and each gradient the type of its input.", {"cast": False}),
     ("straight_through", "Your gradients go straight through the rounding, so the backward multiplies floats. Its two "
      "products quantize both of their factors, too.", {"backward": "straight"}),
@@ -521,6 +555,12 @@ def at_random_with(*, how="floor", noise="each", rows=True, fixed=False, width=1
             steps = jnp.trunc(steps + u)
         elif how == "nearest":
             steps = jnp.round(steps)
+        elif how == "ceiling":
+            steps = jnp.ceil(steps + u)
+        elif how == "wide":
+            steps = jnp.round(steps + 2 * u - 1)
+        elif how == "unsigned":
+            steps = jnp.floor(jnp.abs(steps) + u)
         elif how == "above":
             steps = jnp.round(steps + u)
         elif how == "unscaled":
@@ -559,7 +599,9 @@ def _(fn, t):
         x[0] = 0 if shape[0] > 1 else x[0]
         steps, scale = steps_of(x)
         values, got = fn(jnp.asarray(x), key_of(t))
-        t.close(got, scale.astype(np.float32), 1e-5, 0, f"the scales of rows, x is {shape}")
+        want = scale.astype(np.float32)
+        told = wrong_scales(x, "row", None, want, got)
+        t.close(got, want, 1e-5, 0, f"the scales of rows, x is {shape}", mistakes=told)
         t.true(values.dtype == jnp.int8, f"values are {values.dtype}, want int8", str(values.dtype))
         t.true(
             values.shape == x.shape,
@@ -571,6 +613,11 @@ def _(fn, t):
         told = (
             f"{steps[at]:.3f} became {values[at]}, which isn't one of the two integers next to it"
         )
+        high = np.asarray(values, np.float32) - steps
+        if np.all(np.abs(np.abs(np.asarray(values, np.float32)) - np.abs(steps)) < 1.001):
+            told += ", but its magnitude is: the sign is lost"
+        else:
+            told += f"; yours are up to {high.max():.2f} too large and {-high.min():.2f} too small"
         t.true(off.max() < 1.001, told, off)
 
 
@@ -643,6 +690,11 @@ for name, hint, options in (
      "is too large. Take the floor.", {"how": "truncate"}),
     ("rounded_after_noise", "You add u and then round to nearest, which is half a step too high on average. Take the "
      "floor.", {"how": "above"}),
+    ("rounded_up_after_noise", "You add u and then round up, which is a whole step too high on average. Take the "
+     "floor.", {"how": "ceiling"}),
+    ("two_steps_of_noise", "Your noise goes from -1 to 1, which is two steps wide, so numbers pass their neighbours.",
+     {"how": "wide"}),
+    ("sign_lost", "You round the magnitudes and don't give the signs back.", {"how": "unsigned"}),
     ("one_number_for_all", "All numbers share one u, so they are rounded up together, and their errors add up. Draw "
      "one for each.", {"noise": "one"}),
     ("one_number_a_row", "The numbers of a row share one u. Draw one for each number.", {"noise": "row"}),

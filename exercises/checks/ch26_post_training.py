@@ -676,7 +676,7 @@ each row has the chosen conversation as segment 1 and the rejected one as segmen
   no pair at all, the loss is 0.
 - Margins may be ±10,000: loss and gradients stay finite and right.
 - Where `mask_BT` is 0 the log-probabilities may be anything, even NaN. The gradient there is 0.
-- Sums are formed in float32, even for bfloat16 inputs.
+- Everything is computed in float32, even for bfloat16 inputs: differences, sums and margins.
 """,
     hints=(
         "-log σ(m) is a function that `jax.nn` has, under a name that begins with soft. What does it do at ±10,000?",
@@ -692,12 +692,15 @@ each row has the chosen conversation as segment 1 and the rejected one as segmen
 def dpo_with(
     *, naive=False, mean_tokens=False, reference=True, swapped=False, fixed=None, masked="where",
     rows="pairs", wide=True, total=False, beta_twice=False, scaled=True, sigmoid=True,
-    segments=(1, 2),
+    segments=(1, 2), narrow="",
 ):  # fmt: skip
     def fn(logp_BT, ref_BT, segment_BT, mask_BT, beta):
         kind = jnp.float32 if wide else logp_BT.dtype
+        kind = {"all": logp_BT.dtype, "always": jnp.bfloat16}.get(narrow, kind)
         beta = fixed or beta
         change = logp_BT.astype(kind) - ref_BT.astype(kind) * (1 if reference else 0)
+        if narrow == "difference":
+            change = (logp_BT - ref_BT).astype(jnp.float32)
         if not reference:
             change = logp_BT.astype(kind)
         of = segment_BT[..., None] == jnp.array(segments)
@@ -715,8 +718,15 @@ def dpo_with(
             )
         if mean_tokens:
             sums = sums / jnp.maximum(of.sum(1), 1)
+        if narrow == "sums":
+            parts = [jnp.where(of, x[..., None], 0).sum(1) for x in (logp_BT, ref_BT)]
+            sums = parts[0].astype(jnp.float32) - parts[1].astype(jnp.float32)
         reward = (beta * sums).astype(jnp.float32)
+        if narrow == "rewards":
+            reward = reward.astype(logp_BT.dtype).astype(jnp.float32)
         margin = reward[:, 0] - reward[:, 1]
+        if narrow == "margin":
+            margin = margin.astype(logp_BT.dtype).astype(jnp.float32)
         margin = -margin if swapped else margin
         margin = beta * margin if beta_twice else margin
         loss = -jnp.log(jax.nn.sigmoid(margin)) if naive else jax.nn.softplus(-margin)
@@ -824,11 +834,69 @@ def _(fn, t):
     prefers(fn, t, packed(t, 3, 16, missing=missing), 0.7, "no row has both answers")
 
 
+def narrow_steps(fn, *args):
+    """What a program computes, or rounds, to bfloat16, as the end of a sentence for the learner."""
+
+    def walk(jaxpr):
+        for equation in jaxpr.eqns:
+            kinds = [str(v.aval.dtype) for v in (*equation.invars[:1], *equation.outvars[:1])]
+            name = equation.primitive.name
+            if name in ROUNDING and kinds[-1] == "bfloat16":
+                yield name
+            if name == "convert_element_type" and kinds == ["float32", "bfloat16"]:
+                yield "a conversion to bfloat16"
+            for inner in jaxprs_in_params(equation.params):
+                yield from walk(inner)
+
+    names = sorted(set(walk(jax.make_jaxpr(fn)(*args).jaxpr)))
+    return f". Your program rounds to bfloat16: {', '.join(names)}" if names else ""
+
+
+ROUNDING = {
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "reduce_sum",
+    "cumsum",
+    "dot_general",
+    "log1p",
+    "exp",
+    "log",
+}
+
+
 @dpo.check("bfloat16")
 def _(fn, t):
     logp, ref, segment, mask = packed(t, 3, 1200)
     half = [x.astype(jnp.bfloat16) for x in (logp, ref)]
-    prefers(fn, t, (*half, segment, mask), 0.1, "sums of hundreds of bfloat16 numbers", 1e-3)
+    args = (*half, segment, mask)
+    why = "sums of hundreds of bfloat16 numbers" + narrow_steps(fn, *args, 0.1)
+    prefers(fn, t, args, 0.1, why, 1e-3)
+
+
+@dpo.check("bfloat16, with a difference that is small beside the numbers")
+def _(fn, t):
+    B, T = 3, 600
+    _, _, segment, mask = packed(t, B, T)
+    # Two neighbours are -a, -b and -b, -c. Their differences are nearly b, and those of their sums
+    # are c - a. In float32 all of this is exact; in bfloat16 16 - c is 16.
+    a, c = (np.repeat(t.rng.integers(*x, (B, T // 2)), 2, 1) / 2**12 for x in ((8, 64), (64, 120)))
+    b = np.repeat(t.rng.integers(128, 160, (B, T // 2)), 2, 1) / 8
+    first = np.arange(T) % 2 == 0
+    logp, ref = np.where(first, -a, -b), np.where(first, -b, -c)
+    flip = np.asarray(segment) == t.rng.integers(1, 3, (B, 1))
+    logp, ref = np.where(flip, ref, logp), np.where(flip, logp, ref)
+    for number in (1, 2):  # whole pairs of neighbours only
+        of = (np.asarray(mask) > 0) & (np.asarray(segment) == number)
+        for row in range(B):
+            where = np.flatnonzero(of[row])
+            odd = [i for i in where if i ^ 1 not in where]
+            logp[row, odd] = ref[row, odd] = -1
+    half = [jnp.asarray(x, jnp.bfloat16) for x in (logp, ref)]
+    args = (*half, segment, mask)
+    why = "differences that are exact in float32 and not in bfloat16" + narrow_steps(fn, *args, 0.5)
+    prefers(fn, t, args, 0.5, why, 1e-5)
 
 
 for name, hint, options in (
@@ -859,6 +927,18 @@ for name, hint, options in (
     ("zero_over_zero", "With no pair at all you divide 0 by 0.", {"rows": "no_pair"}),
     ("summed", "The loss is the mean over pairs, not their sum.", {"total": True}),
     ("narrow_sums", "You add up in bfloat16: beyond 256 it doesn't even change when 1 is added.", {"wide": False}),
+    ("narrow_difference", "You subtract bfloat16 numbers, so each difference is rounded to 8 bits before it is added "
+     "up. Convert both to float32 first.", {"narrow": "difference"}),
+    ("narrow_results", "The sum of bfloat16 numbers is a bfloat16 number again: it is rounded to 8 bits, and the "
+     "difference of two such sums has lost what counts. Convert to float32 before you add up.", {"narrow": "sums"}),
+    ("narrow_rewards", "You round the rewards to bfloat16. Convert the log-probabilities to float32 at the beginning, "
+     "and nothing back.", {"narrow": "rewards"}),
+    ("narrow_margin", "You round the margin to bfloat16. Convert the log-probabilities to float32 at the beginning, "
+     "and nothing back.", {"narrow": "margin"}),
+    ("narrow_all", "You compute in bfloat16, with 8 bits. Convert the log-probabilities to float32 at the beginning.",
+     {"narrow": "all"}),
+    ("always_narrow", "You compute in bfloat16, even where the log-probabilities are float32. Convert to float32 at "
+     "the beginning.", {"narrow": "always"}),
 ):  # fmt: skip
     mistaken(dpo, name, hint, dpo_with(**options))
 
