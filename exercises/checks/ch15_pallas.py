@@ -16,10 +16,14 @@ def spec(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+# XLA turns a product with a converted bool into a choice, which hides that 0 times NaN is NaN. Mosaic doesn't.
+AS_WRITTEN = {"xla_disable_hlo_passes": "algsimp"}
+
+
 def simulate(t, fn, *args, cores=2):
     """The result and the one kernel's run, in the strict simulator, in an order of its own."""
     with strict(cores=cores, seed=int(t.rng.integers(1, 1000))) as runs:
-        out = jax.jit(fn)(*args)
+        out = jax.jit(fn, compiler_options=AS_WRITTEN)(*args)
     t.equal(len(runs), 1, why="how many Pallas calls run")
     return out, runs[0]
 
@@ -168,6 +172,12 @@ def _(fn, t):
     grid, in_specs, out_spec = fn(B, 8 * tiles, N, K, 16, 8)
     t.equal(tuple(grid), (B, N, tiles, tiles), why="the grid")
     t.equal(len(in_specs), 3, why="the blocks of q, k and v")
+    for name, block in zip(("q", "k", "v", "the result"), (*in_specs, out_spec), strict=True):
+        shape = tuple(block.block_shape)
+        kept = [n for n in shape if isinstance(n, (int, np.integer))]
+        why = f"the shape of a block of {name}, {shape}, without the dimensions that a None removes"
+        why += "; a 1 keeps its dimension, and the kernel sees [block, H]" if 1 in kept else ""
+        t.equal(kept, [8, 16], why=why)
     steps = [step for step in np.ndindex(B, N, tiles, tiles) if step[3] <= step[2]]
     found, wrong = [], []
     for name, block in zip(("q", "k", "v", "the result"), (*in_specs, out_spec), strict=True):
@@ -192,19 +202,27 @@ def _(fn, t):
     attends(fn, t, 2, 32, 6, 3, 16, 16, "B=2, N=6, K=3 and two blocks")
 
 
+def skipped_load(block):
+    """Says at which step that the kernel skips a block of keys is loaded, with four blocks of queries and of keys."""
+    steps = list(np.ndindex(4, 4))
+    found = [tuple(int(x) for x in block.index_map(0, 0, t, s)) for t, s in steps]
+    for (t, s), before, now in zip(steps[1:], found, found[1:], strict=False):
+        if s > t and now != before:
+            said = f"number {now[2]}" if now[2] != before[2] else f"{now}"
+            return f". At t = {t}, s = {s}, which it skips, the block changes to {said}, so it is loaded"
+    return ""
+
+
 @index_maps.check("blocks that are loaded")
 def _(fn, t):
     run = attends(fn, t, 1, 32, 3, 1, 8, 8, "N=3, K=1 and four blocks")
+    _, specs, _ = fn(1, 32, 3, 1, 8, 8)
     q, k, v, _ = run.loads
     t.equal(q, 3 * 4, why="loads of blocks of q, for 3 heads and 4 blocks of queries")
     t.equal(run.stores[-1], 3 * 4, why="blocks of the result that are stored")
-    for name, loads in (("k", k), ("v", v)):
-        t.true(
-            loads <= 3 * 10,
-            f"{loads} blocks of {name} are loaded, and the kernel reads 30 of them: what it skips is "
-            "loaded too",
-            loads,
-        )
+    for name, loads, block in (("k", k, specs[1]), ("v", v, specs[2])):
+        why = f"{loads} blocks of {name} are loaded, and the kernel reads 30 of them"
+        t.true(loads <= 3 * 10, f"{why}{skipped_load(block)}", loads)
 
 
 @index_maps.check("Mosaic compiles it")
@@ -282,6 +300,26 @@ def keys_follow_queries(B, T, N, K, H, block):
 )
 def result_follows_keys(B, T, N, K, H, block):
     return right_specs(B, T, N, K, H, block, o=lambda b, n, t, s: (b, n, s, 0))
+
+
+@index_maps.mutant(
+    "Past the diagonal your maps go on for one block more. The last block that the kernel reads is number `t`, so that "
+    "is the one to stay at: `jnp.minimum(s, t)`."
+)
+def one_block_too_far(B, T, N, K, H, block):
+    return right_specs(
+        B, T, N, K, H, block, kv=lambda b, n, t, s: (b, n // (N // K), jnp.minimum(s, t + 1), 0)
+    )
+
+
+@index_maps.mutant(
+    "Your blocks have 1 where a dimension should go. A 1 keeps the dimension, and the kernel multiplies matrices of "
+    "[block, H]: write None, which removes it."
+)
+def ones_in_the_shape(B, T, N, K, H, block):
+    grid, specs, out = right_specs(B, T, N, K, H, block)
+    kept = [pl.BlockSpec((1, 1, block, H), x.index_map) for x in (*specs, out)]
+    return grid, kept[:3], kept[3]
 
 
 # ---------------------------------------------------------------------------------- reduction
@@ -414,8 +452,10 @@ def column_stats_with(
             x = x_ref[...].astype(wide)
             row = i * block_M + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
             add = top = x
-            if masked == "where":
+            if masked:
                 add, top = jnp.where(row < M, x, 0), jnp.where(row < M, x, least)
+            if masked == "product":
+                add = x * (row < M)
             part = jnp.sum(add, axis=0, keepdims=True)
             sum_ref[...] = (sum_ref[...].astype(wide) + part).astype(jnp.float32)
             top = jnp.max(top, axis=0, keepdims=True).astype(jnp.float32)
@@ -471,6 +511,13 @@ mistaken(
 )
 mistaken(
     reduction,
+    "multiplied_by_zero",
+    "You multiply the rows past the end by 0. They may hold anything, and 0 times NaN is NaN: choose with "
+    "`jnp.where`.",
+    column_stats_with(masked="product"),
+)
+mistaken(
+    reduction,
     "narrow_sum",
     "You sum in x's own type. A bfloat16 sum loses numbers smaller than its last bit: convert a block to float32 "
     "first.",
@@ -498,6 +545,13 @@ mistaken(
     "Your rows are the grid's first dimension, so each result's block is left and visited again. Its steps must "
     "be consecutive: the reduced dimension comes last.",
     column_stats_with(swap=True, semantics=("arbitrary", "arbitrary")),
+)
+mistaken(
+    reduction,
+    "columns_innermost_and_parallel",
+    "Your rows are the grid's first dimension, so each result's block is left and visited again. The columns come "
+    'first, and they are "parallel"; the rows, which are added up, come last.',
+    column_stats_with(swap=True, semantics=("arbitrary", "parallel")),
 )
 
 mistaken(
@@ -580,8 +634,9 @@ def neighbours_of(got, want, wide):
     name = lambda r: f"row {r - 1}" if 0 < r <= M else "zeros"  # noqa: E731
     pairs = itertools.product(range(M + 1), repeat=2)
     used = [(a, b) for a, b in pairs if close(got[m], wide[a] - 2 * wide[m + 1] + wide[b])]
+    used.sort(key=lambda pair: (pair[0] != m) + (pair[1] != m + 2))  # one of the two is often right
     above, below = name(m), name(m + 2)
-    made = f" Yours are {name(used[0][0])} and {name(used[0][1])}" if used else ""
+    made = f" You have {name(used[0][0])} above and {name(used[0][1])} below" if used else ""
     return f". Row {m} is wrong. Above it is {above}, below it {below}.{made}".removesuffix(".")
 
 
@@ -623,7 +678,7 @@ def _(fn, t):
 
 
 def second_difference_with(
-    *, clip=True, up="row", down="row", steps=pl.cdiv, wrap=False, swap=False, pad=False
+    *, clip=True, up="row", down="row", steps=pl.cdiv, wrap=False, swap=False, pad=False, last=None
 ):
     """The solution with a mistake that is asked for."""
 
@@ -639,12 +694,18 @@ def second_difference_with(
             row = 8 * i + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
             above = jnp.concatenate([above_ref[:1] if swap else above_ref[7:], x[:-1]])
             below = jnp.concatenate([x[1:], below_ref[7:] if swap else below_ref[:1]])
-            if up:
-                above = jnp.where(row > 0, above, 0)
-            if down == "row":
-                below = jnp.where(row < M - 1, below, 0)
-            elif down == "block":
-                below = jnp.where(row < 8 * count - 1, below, 0)
+            if up == "product":
+                above, below = above * (row > 0), below * (row < M - 1)
+            elif up:
+                above = jnp.where(i > 0 if up == "block" else row > 0, above, 0)
+            ends = {
+                "row": row < M - 1,
+                "late": row < M,
+                "block": row < 8 * count - 1,
+                "all": i < count - 1,
+            }
+            if down:
+                below = jnp.where(ends[down], below, 0)
             o_ref[...] = above - 2 * x + below
 
         def at(shift):
@@ -653,7 +714,8 @@ def second_difference_with(
             if wrap:
                 return pl.BlockSpec((8, N), lambda i: ((i + shift + count) % count, 0))
             if clip:
-                return pl.BlockSpec((8, N), lambda i: (jnp.clip(i + shift, 0, count - 1), 0))
+                end = last(M) if last else count - 1
+                return pl.BlockSpec((8, N), lambda i: (jnp.clip(i + shift, 0, end), 0))
             return pl.BlockSpec((8, N), lambda i: (i + shift, 0))
 
         return pl.pallas_call(
@@ -700,6 +762,32 @@ mistaken(
     "You put 0 below the last row of the last *block*. If M isn't a multiple of 8, the last row of x is further "
     "up, with padding below it: compare with M.",
     second_difference_with(down="block"),
+)
+mistaken(
+    out_of_bounds,
+    "all_rows_of_a_block",
+    "You put 0 above *all* rows of the first block, or below all rows of the last. Only row 0 has nothing above it, "
+    "and only row M - 1 nothing below: compare the row's number, not the block's.",
+    second_difference_with(up="block", down="all"),
+)
+mistaken(
+    out_of_bounds,
+    "one_row_too_late",
+    "You put 0 below the rows from M on, and they aren't stored. The last row is number M - 1: it's the one that has "
+    "nothing below it.",
+    second_difference_with(down="late"),
+)
+mistaken(
+    out_of_bounds,
+    "one_block_too_far",
+    "You clip to M // 8. If 8 divides M, the last block is number M // 8 - 1; in general it is `pl.cdiv(M, 8) - 1`.",
+    second_difference_with(last=lambda M: M // 8),
+)
+mistaken(
+    out_of_bounds,
+    "multiplied_by_zero",
+    "You multiply rows that don't exist by 0. They may hold anything, and 0 times NaN is NaN: choose with `jnp.where`.",
+    second_difference_with(up="product", down=None),
 )
 mistaken(
     out_of_bounds,
