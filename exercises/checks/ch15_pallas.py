@@ -356,9 +356,9 @@ two results.
 )
 
 
-def reduces(fn, t, M, N, dtype=jnp.float32, shift=0.0, **block):
+def reduces(fn, t, M, N, dtype=jnp.float32, shift=0.0, cores=2, **block):
     x = numbers(t, M, N, dtype=dtype) + jnp.asarray(shift, dtype)
-    got, run = simulate(t, partial(fn, **block), x)
+    got, run = simulate(t, partial(fn, **block), x, cores=cores)
     t.equal(len(got), 2, why="how many results")
     wide = np.asarray(x, np.float64)
     text = ", ".join(
@@ -405,7 +405,8 @@ def _(fn, t):
 @reduction.check("columns that are all negative, ragged rows and columns, bfloat16")
 def _(fn, t):
     M, N = int(t.rng.integers(33, 63)), int(t.rng.integers(129, 250))
-    reduces(fn, t, M, N, jnp.bfloat16, shift=-10)
+    # One core: how the simulator compiles what several cores run can't be said.
+    reduces(fn, t, M, N, jnp.bfloat16, shift=-10, cores=1)
 
 
 @reduction.check("blocks of another size, which two cores share")
@@ -907,6 +908,8 @@ def row_softmax_with(
     semantics="parallel",
     split=False,
     convert=False,
+    steps=pl.cdiv,
+    axis=1,
 ):
     """The solution with a mistake that is asked for."""
 
@@ -917,12 +920,12 @@ def row_softmax_with(
 
         def kernel(x_ref, o_ref):
             x = x_ref[...].astype(wide or x_ref.dtype)
-            axis = {"row": 1, "block": None, "column": 0}.get(top)
-            high = jnp.zeros((1, 1), x.dtype) if top is None else jnp.max(x, axis, keepdims=True)
+            over = {"row": axis, "block": None, "column": 0}.get(top)
+            high = jnp.zeros((1, 1), x.dtype) if top is None else jnp.max(x, over, keepdims=True)
             if all_masked:
                 high = jnp.where(high == -jnp.inf, 0, high)
             exps = jnp.exp(x - high)
-            total = jnp.sum(exps, axis=1, keepdims=True)
+            total = jnp.sum(exps, axis=axis, keepdims=True)
             if all_masked:
                 total = jnp.where(total == 0, 1, total)
             o_ref[...] = (exps if split else exps / total).astype(o_ref.dtype)
@@ -930,7 +933,7 @@ def row_softmax_with(
         block = pl.BlockSpec((block_M, N), lambda i: (i, 0))
         out = pl.pallas_call(
             kernel,
-            grid=(pl.cdiv(M, block_M),),
+            grid=(steps(M, block_M),),
             in_specs=[block],
             out_specs=block,
             out_shape=spec(M, N, dtype=x_MN.dtype),
@@ -962,6 +965,19 @@ mistaken(
     "maximum_of_the_column",
     "You take the maximum along the wrong axis. Each row needs its own: `axis=1`.",
     row_softmax_with(top="column"),
+)
+mistaken(
+    softmax,
+    "softmax_of_columns",
+    "You take the maximum and the sum along axis 0, over the rows of a block. Each row is a softmax by itself: "
+    "`axis=1`.",
+    row_softmax_with(axis=0),
+)
+mistaken(
+    softmax,
+    "last_rows_forgotten",
+    "`M // block_M` steps leave out the rows of a block that is not full. Take `pl.cdiv(M, block_M)`.",
+    row_softmax_with(steps=lambda M, size: M // size),
 )
 mistaken(
     softmax,
@@ -1096,7 +1112,15 @@ def _(fn, t):
 
 
 def take_rows_with(
-    *, place=True, clip=True, zeros=True, wrap=False, row=True, store=True, whole=False
+    *,
+    place=True,
+    clip=True,
+    zeros=True,
+    wrap=False,
+    row=True,
+    store=True,
+    whole=False,
+    steps=pl.cdiv,
 ):
     """The solution with a mistake that is asked for."""
 
@@ -1115,10 +1139,10 @@ def take_rows_with(
         def kernel(ids_ref, table_ref, o_ref):
             r = pl.program_id(1)
             n = wanted(pl.program_id(0), r, ids_ref)
-            at = kept(n) if whole else kept(n) % 8 if row else 0
+            at = kept(n) if whole else {True: kept(n) % 8, False: 0, "step": r}[row]
             found = table_ref[pl.ds(at, 1), :]
             if zeros:
-                is_row = (n >= 0) & (n < V)
+                is_row = {"below": n >= 0, "above": n < V}.get(zeros, (n >= 0) & (n < V))
                 found = found * is_row if zeros == "product" else jnp.where(is_row, found, 0)
             if store:
                 o_ref[pl.ds(r, 1), :] = found
@@ -1129,7 +1153,7 @@ def take_rows_with(
             kernel,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=1,
-                grid=(pl.cdiv(T, 8), 8),
+                grid=(steps(T, 8), 8),
                 in_specs=[pl.BlockSpec((V if whole else 8, D), block_of)],
                 out_specs=pl.BlockSpec((8, D), lambda i, r, ids_ref: (i, 0)),
             ),
@@ -1170,6 +1194,37 @@ mistaken(
     "wrapped",
     "You take ids modulo V, as Python does for -1. Here an id that isn't a row gives zeros.",
     take_rows_with(wrap=True, zeros=False),
+)
+mistaken(
+    gather,
+    "wrapped_below_zero",
+    "An id below 0 gives a row from the table's end, as in Python. Here an id that isn't a row gives zeros.",
+    take_rows_with(wrap=True, zeros="above"),
+)
+mistaken(
+    gather,
+    "too_small_and_taken",
+    "An id of V or more gives zeros, but one below 0 gives row 0. It isn't a row either: test both ends.",
+    take_rows_with(zeros="above"),
+)
+mistaken(
+    gather,
+    "too_large_and_taken",
+    "An id below 0 gives zeros, but one of V or more gives the last row. It isn't a row either: test both ends.",
+    take_rows_with(zeros="below"),
+)
+mistaken(
+    gather,
+    "row_of_the_step",
+    "You read row r of the table's block. Row r is where the result goes; the id names row `id % 8` of the table's "
+    "block.",
+    take_rows_with(row="step"),
+)
+mistaken(
+    gather,
+    "last_ids_forgotten",
+    "`T // 8` steps leave out the ids of a block of the result that is not full. Take `pl.cdiv(T, 8)`.",
+    take_rows_with(steps=lambda T, size: T // size),
 )
 mistaken(
     gather,
