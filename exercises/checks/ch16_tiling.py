@@ -226,14 +226,11 @@ def tiled_matmul_with(
                 sum_ref[...] = jnp.zeros_like(sum_ref)
 
             x, w, left = x_ref[...], w_ref[...], K - step * k
-            if masks == "product":
-                x = x * (jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) < left)
-                w = w * (jax.lax.broadcasted_iota(jnp.int32, w.shape, 0) < left)
-            if masks in ("x", "xw"):
+            if "x" in masks:
                 x = jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) < left, x, 0)
             if masks == "NaN":
                 x, w = (jnp.where(jnp.isnan(a), 0, a) for a in (x, w))
-            if masks in ("w", "xw"):
+            if "w" in masks:
                 w = jnp.where(jax.lax.broadcasted_iota(jnp.int32, w.shape, 0) < left, w, 0)
             part = jnp.dot(x, w, preferred_element_type=F32 if exact else None)
             part = part.astype(BF16) if not (exact or scratch) else part
@@ -278,12 +275,6 @@ mistaken(
     "You add to the result's block, which is bfloat16, so each step rounds the product and the sum. Add float32 "
     "products to a float32 scratch, and round it once at the last step.",
     tiled_matmul_with(scratch=False, exact=False),
-)
-mistaken(
-    accumulator,
-    "multiplied_by_zero",
-    "You multiply what is past the end by 0. It may be anything, and 0 times NaN is NaN: choose with `jnp.where`.",
-    tiled_matmul_with(masks="product"),
 )
 mistaken(
     accumulator,
