@@ -65,6 +65,19 @@ def dividing_layer(w_DD, x_BD):
     return (x_BD / size) @ w_DD + x_BD
 
 
+@jax.custom_vjp
+def counting_layer(w_DD, x_BD):
+    """The plain layer, but each call adds 1 to the gradient of its weights, whatever becomes of its result."""
+    return plain_layer(w_DD, x_BD)
+
+
+def counting_forward(w_DD, x_BD):
+    return plain_layer(w_DD, x_BD), w_DD
+
+
+counting_layer.defvjp(counting_forward, lambda w_DD, g_BD: (0 * w_DD + 1, g_BD))
+
+
 def right_stack(layer, w_LDD, x_MBD):
     def run(x_BD):
         for w_DD in w_LDD:
@@ -196,6 +209,13 @@ def _(fn, t):
     count = list(outside_branches(traced.jaxpr)).count("dot_general")
     why = f"{count} products of layers stand outside of every branch, and so run in every tick"
     t.true(count == 0, why=why, observed=min(count, 1))
+    S, M = 4, int(t.rng.integers(3, 8))
+    mesh, args, _ = draw_stack(t, S, M)
+    calls = jax.grad(lambda w, x: jnp.sum(fn(counting_layer, w, x)))
+    found = np.asarray(run_on(t, mesh, calls, *args)[1])[:, 0, 0].tolist()
+    firsts = [found[s * len(found) // S] for s in range(S)]
+    why = f"calls of a layer by stages 0 to {S - 1} in one pass: {firsts}; want {M}, one for each microbatch"
+    t.equal(found, len(found) * [float(M)], why=why)
 
 
 @gpipe.check("gradients, of a layer that must not see zeros")
@@ -219,7 +239,7 @@ def _(fn, t):
 
 def pipeline_with(
     first=None, step=1, send=None, always=False, mask=True, unrolled=False, early=0, ahead=0, every=False,
-    order=slice(None), on_data=False,
+    order=slice(None), on_data=False, busy=None,
 ):  # fmt: skip
     """The tick loop, with one mistake."""
 
@@ -236,6 +256,7 @@ def pipeline_with(
             def tick(arrived, t):
                 x_BD = jnp.where(stage == 0, x_MBD[jnp.clip(t + ahead, 0, M - 1)], arrived)
                 working = (t >= stage) & (t < stage + M - early)
+                working = busy(t, stage, M) if busy else working
                 if on_data:
                     x_BD = jnp.where(working, x_BD, x_MBD[0])
                 y_BD = stack(x_BD) if always else jax.lax.cond(working, stack, lambda x: x, x_BD)
@@ -330,6 +351,30 @@ def computes_on_other_rows(layer, w_LDD, x_MBD):
 )
 def stops_early(layer, w_LDD, x_MBD):
     return pipeline_with(early=1)(layer, w_LDD, x_MBD)
+
+
+@gpipe.mutant(
+    "Your stages go on computing after their last microbatch, and throw it away. Stage s has microbatch t - s, and is "
+    "done when t - s reaches M."
+)
+def never_done(layer, w_LDD, x_MBD):
+    return pipeline_with(busy=lambda t, stage, M: t >= stage)(layer, w_LDD, x_MBD)
+
+
+@gpipe.mutant(
+    "Your stages compute before their first microbatch arrives. It reaches stage s in tick s: until then the stage "
+    "waits."
+)
+def too_soon(layer, w_LDD, x_MBD):
+    return pipeline_with(busy=lambda t, stage, M: t < stage + M)(layer, w_LDD, x_MBD)
+
+
+@gpipe.mutant(
+    "All your stages stop when stage 0 has taken its last microbatch. Stage s lags s ticks behind: it works while "
+    "0 <= t - s < M."
+)
+def all_stop_together(layer, w_LDD, x_MBD):
+    return pipeline_with(busy=lambda t, stage, M: t < M)(layer, w_LDD, x_MBD)
 
 
 @gpipe.mutant("Stage 0 takes the wrong microbatch: in tick t it takes number t, beginning with 0.")
@@ -563,6 +608,78 @@ def same_set_again(tick, stage, S, M, R):
     return work and (work[0] % S, work[1])
 
 
+@circular.mutant("You return (group, microbatch), and (microbatch, group) is asked for.")
+def pair_swapped(tick, stage, S, M, R):
+    work = right_work(tick, stage, S, M, R)
+    return work and work[::-1]
+
+
+GROUPS_END = (
+    "Your groups are counted past R - 1, and a stage has only R of them. After R laps the next S microbatches enter, "
+    "and they begin with group 0: the group is the lap modulo R."
+)
+
+
+@circular.mutant(GROUPS_END)
+def groups_go_on(tick, stage, S, M, R):
+    work = right_work(tick, stage, S, M, R)
+    return work and (work[0], (tick - stage) // S)
+
+
+@circular.mutant(GROUPS_END)
+def groups_go_on_with_one_set(tick, stage, S, M, R):
+    work = right_work(tick, stage, S, M, R)
+    return work and (work[0] % S, (tick - stage) // S)
+
+
+@circular.mutant(
+    "Your stage uses its R groups on one microbatch in R consecutive ticks. Between two groups of a stage a microbatch "
+    "has to go through all the other stages: S ticks later it is back, and meets the next group."
+)
+def all_groups_at_once(tick, stage, S, M, R):
+    work = right_work(tick, stage, S, M, R)
+    return work and divmod(tick - stage, R)
+
+
+@circular.mutant(
+    "Your stages stop after M ticks of work. Each microbatch comes to a stage R times, once for each group: a stage "
+    "works for R * M ticks."
+)
+def one_lap_each(tick, stage, S, M, R):
+    work = right_work(tick, stage, S, M, R)
+    return work if tick - stage < M else None
+
+
+@circular.mutant(
+    "All your stages stop in the same tick. Stage s begins s ticks later than stage 0, and ends s ticks later: compare "
+    "tick - stage with R * M, not tick."
+)
+def all_end_together(tick, stage, S, M, R):
+    work = right_work(tick, stage, S, M, R)
+    return work if tick < R * M else None
+
+
+@circular.mutant(
+    "You add 1 for each earlier set of microbatches. A set has S of them: set number lap // R begins with microbatch "
+    "lap // R * S."
+)
+def sets_of_one(tick, stage, S, M, R):
+    work = right_work(tick, stage, S, M, R)
+    return work and (work[0] // S + work[0] % S, work[1])
+
+
+@circular.mutant(
+    "You refuse an M that is smaller than S, but not every M that isn't a multiple: 6 microbatches on 4 stages leave "
+    "a set of 2, which would have to wait for itself."
+)
+def refuses_only_few(tick, stage, S, M, R):
+    if M < S:
+        raise ValueError("too few")
+    number = tick - stage
+    lap, place = divmod(number, S)
+    return (lap // R * S + place, lap % R) if 0 <= number < R * M else None
+
+
 # ------------------------------------------------------------------------------------- bubble
 
 bubble = Exercise(
@@ -706,7 +823,8 @@ def plan_is_right(t, fn, *args):
         case += f", more than {wanted}" if share > wanted else ": fewer would do"
     elif np.allclose([float(g) for g in got], [want[0], want[2], want[1]]):
         case += ". The order is (M, seconds, idle)"
-    t.close(np.array(got, float), np.array(want), rtol=1e-6, atol=1e-9, why=case)
+    seen = np.array(got, float)
+    t.true(np.allclose(seen, want, rtol=1e-6, atol=1e-9), why=case, observed=seen)
 
 
 @bubble.check("GPipe, equal times, nothing to wait for")
@@ -916,21 +1034,25 @@ def best_slowest(costs, S):
 
 
 def rule_of(costs, cuts):
-    """What a list of cuts seems to have been chosen by, for a message."""
+    """What a list of cuts may have been chosen by, for a message; several rules often agree on the cuts."""
     S, sums = len(cuts) - 1, [0, *itertools.accumulate(costs)]
     lengths = [b - a for a, b in itertools.pairwise(cuts)]
+    rules = []
     if max(lengths) - min(lengths) <= 1:
-        return ". All stages have the same number of pieces, whatever these cost"
+        rules.append("all stages should have the same number of pieces, whatever these cost")
     if sorted(lengths)[-2] == 1:
-        return ". All stages but one have a single piece, as if the largest stage didn't count"
+        rules.append("the largest stage didn't count")
+    inner = [0, *costs[1:-1], 0]
+    if len(costs) > 2 and slowest(inner, cuts) == best_slowest(inner, S):
+        rules.append("the embedding and the head cost nothing")
     shares = [(cuts[s], sums[-1] * s / S) for s in range(1, S)]
     if all(sums[cut - 1] <= share <= sums[cut + 1] for cut, share in shares):
-        return ". Each cut is near an even share of the sum, which need not be the best for the slowest stage"
+        rules.append("each cut should be near an even share of the sum")
     average = sums[-1] / S
     full = list(itertools.pairwise(cuts))[:-1]
     if all(sums[b - 1] - sums[a] <= average <= sums[b + 1] - sums[a] for a, b in full):
-        return ". All stages but the last are as full as the average, and the last has what is left"
-    return ""
+        rules.append("each stage should be as full as the average, and the last take what is left")
+    return f". It looks as if {', or '.join(rules)}" if rules else ""
 
 
 def cuts_are_best(t, fn, costs, S, why):
@@ -950,7 +1072,7 @@ def cuts_are_best(t, fn, costs, S, why):
     t.true(not empty, why=f"{text}, none empty: nothing is in stage {empty[:1]}", observed=cuts)
     got, want = slowest(costs, cuts), best_slowest(costs, S)
     why = f"{why}: your slowest stage costs {got}, and {want} is possible; you cut at {cuts}"
-    why += rule_of(costs, cuts)
+    why += rule_of(costs, cuts) if got != want else ""
     moved = [
         [*cuts[:k], at, *cuts[k + 1 :]]
         for k in range(1, S)
@@ -1062,6 +1184,23 @@ def too_few_stages(costs, S):
             filled = 0
         filled += cost
     return [*cuts, len(costs)]
+
+
+@balanced.mutant(
+    "With a limit for the slowest stage fewer than S stages may be enough, and you repeat the last position for those "
+    "that are left: they are empty. Split stages that have several pieces instead; that makes none slower."
+)
+def the_rest_empty(costs, S):
+    cuts = too_few_stages(costs, S)
+    return cuts + [len(costs)] * (S + 1 - len(cuts))
+
+
+@balanced.mutant(
+    "You balance the layers as if the embedding and the head cost nothing. They are pieces too, and belong in the sums."
+)
+def ends_for_nothing(costs, S):
+    inner = [0, *costs[1:-1], 0] if len(costs) > 2 else costs
+    return cut_by(inner, S, first=lambda cost: cost, join=max)
 
 
 def cut_by(costs, S, *, first, join, empty=False):

@@ -16,10 +16,14 @@ def spec(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+# XLA turns a product with a converted bool into a choice, which hides that 0 times NaN is NaN. Mosaic doesn't.
+AS_WRITTEN = {"xla_disable_hlo_passes": "algsimp"}
+
+
 def simulate(t, fn, *args, cores=2):
     """The result and the one kernel's run, in the strict simulator, in an order of its own."""
     with strict(cores=cores, seed=int(t.rng.integers(1, 1000))) as runs:
-        out = jax.jit(fn)(*args)
+        out = jax.jit(fn, compiler_options=AS_WRITTEN)(*args)
     t.equal(len(runs), 1, why="how many Pallas calls run")
     return out, runs[0]
 
@@ -168,6 +172,12 @@ def _(fn, t):
     grid, in_specs, out_spec = fn(B, 8 * tiles, N, K, 16, 8)
     t.equal(tuple(grid), (B, N, tiles, tiles), why="the grid")
     t.equal(len(in_specs), 3, why="the blocks of q, k and v")
+    for name, block in zip(("q", "k", "v", "the result"), (*in_specs, out_spec), strict=True):
+        shape = tuple(block.block_shape)
+        kept = [n for n in shape if isinstance(n, (int, np.integer))]
+        why = f"the shape of a block of {name}, {shape}, without the dimensions that a None removes"
+        why += "; a 1 keeps its dimension, and the kernel sees [block, H]" if 1 in kept else ""
+        t.equal(kept, [8, 16], why=why)
     steps = [step for step in np.ndindex(B, N, tiles, tiles) if step[3] <= step[2]]
     found, wrong = [], []
     for name, block in zip(("q", "k", "v", "the result"), (*in_specs, out_spec), strict=True):
@@ -192,19 +202,27 @@ def _(fn, t):
     attends(fn, t, 2, 32, 6, 3, 16, 16, "B=2, N=6, K=3 and two blocks")
 
 
+def skipped_load(block):
+    """Says at which step that the kernel skips a block of keys is loaded, with four blocks of queries and of keys."""
+    steps = list(np.ndindex(4, 4))
+    found = [tuple(int(x) for x in block.index_map(0, 0, t, s)) for t, s in steps]
+    for (t, s), before, now in zip(steps[1:], found, found[1:], strict=False):
+        if s > t and now != before:
+            said = f"number {now[2]}" if now[2] != before[2] else f"{now}"
+            return f". At t = {t}, s = {s}, which it skips, the block changes to {said}, so it is loaded"
+    return ""
+
+
 @index_maps.check("blocks that are loaded")
 def _(fn, t):
     run = attends(fn, t, 1, 32, 3, 1, 8, 8, "N=3, K=1 and four blocks")
+    _, specs, _ = fn(1, 32, 3, 1, 8, 8)
     q, k, v, _ = run.loads
     t.equal(q, 3 * 4, why="loads of blocks of q, for 3 heads and 4 blocks of queries")
     t.equal(run.stores[-1], 3 * 4, why="blocks of the result that are stored")
-    for name, loads in (("k", k), ("v", v)):
-        t.true(
-            loads <= 3 * 10,
-            f"{loads} blocks of {name} are loaded, and the kernel reads 30 of them: what it skips is "
-            "loaded too",
-            loads,
-        )
+    for name, loads, block in (("k", k, specs[1]), ("v", v, specs[2])):
+        why = f"{loads} blocks of {name} are loaded, and the kernel reads 30 of them"
+        t.true(loads <= 3 * 10, f"{why}{skipped_load(block)}", loads)
 
 
 @index_maps.check("Mosaic compiles it")
@@ -284,6 +302,26 @@ def result_follows_keys(B, T, N, K, H, block):
     return right_specs(B, T, N, K, H, block, o=lambda b, n, t, s: (b, n, s, 0))
 
 
+@index_maps.mutant(
+    "Past the diagonal your maps go on for one block more. The last block that the kernel reads is number `t`, so that "
+    "is the one to stay at: `jnp.minimum(s, t)`."
+)
+def one_block_too_far(B, T, N, K, H, block):
+    return right_specs(
+        B, T, N, K, H, block, kv=lambda b, n, t, s: (b, n // (N // K), jnp.minimum(s, t + 1), 0)
+    )
+
+
+@index_maps.mutant(
+    "Your blocks have 1 where a dimension should go. A 1 keeps the dimension, and the kernel multiplies matrices of "
+    "[block, H]: write None, which removes it."
+)
+def ones_in_the_shape(B, T, N, K, H, block):
+    grid, specs, out = right_specs(B, T, N, K, H, block)
+    kept = [pl.BlockSpec((1, 1, block, H), x.index_map) for x in (*specs, out)]
+    return grid, kept[:3], kept[3]
+
+
 # ---------------------------------------------------------------------------------- reduction
 
 reduction = Exercise(
@@ -318,9 +356,9 @@ two results.
 )
 
 
-def reduces(fn, t, M, N, dtype=jnp.float32, shift=0.0, **block):
+def reduces(fn, t, M, N, dtype=jnp.float32, shift=0.0, cores=2, **block):
     x = numbers(t, M, N, dtype=dtype) + jnp.asarray(shift, dtype)
-    got, run = simulate(t, partial(fn, **block), x)
+    got, run = simulate(t, partial(fn, **block), x, cores=cores)
     t.equal(len(got), 2, why="how many results")
     wide = np.asarray(x, np.float64)
     text = ", ".join(
@@ -367,7 +405,8 @@ def _(fn, t):
 @reduction.check("columns that are all negative, ragged rows and columns, bfloat16")
 def _(fn, t):
     M, N = int(t.rng.integers(33, 63)), int(t.rng.integers(129, 250))
-    reduces(fn, t, M, N, jnp.bfloat16, shift=-10)
+    # One core: how the simulator compiles what several cores run can't be said.
+    reduces(fn, t, M, N, jnp.bfloat16, shift=-10, cores=1)
 
 
 @reduction.check("blocks of another size, which two cores share")
@@ -414,8 +453,10 @@ def column_stats_with(
             x = x_ref[...].astype(wide)
             row = i * block_M + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
             add = top = x
-            if masked == "where":
+            if masked:
                 add, top = jnp.where(row < M, x, 0), jnp.where(row < M, x, least)
+            if masked == "product":
+                add = x * (row < M)
             part = jnp.sum(add, axis=0, keepdims=True)
             sum_ref[...] = (sum_ref[...].astype(wide) + part).astype(jnp.float32)
             top = jnp.max(top, axis=0, keepdims=True).astype(jnp.float32)
@@ -471,6 +512,13 @@ mistaken(
 )
 mistaken(
     reduction,
+    "multiplied_by_zero",
+    "You multiply the rows past the end by 0. They may hold anything, and 0 times NaN is NaN: choose with "
+    "`jnp.where`.",
+    column_stats_with(masked="product"),
+)
+mistaken(
+    reduction,
     "narrow_sum",
     "You sum in x's own type. A bfloat16 sum loses numbers smaller than its last bit: convert a block to float32 "
     "first.",
@@ -498,6 +546,13 @@ mistaken(
     "Your rows are the grid's first dimension, so each result's block is left and visited again. Its steps must "
     "be consecutive: the reduced dimension comes last.",
     column_stats_with(swap=True, semantics=("arbitrary", "arbitrary")),
+)
+mistaken(
+    reduction,
+    "columns_innermost_and_parallel",
+    "Your rows are the grid's first dimension, so each result's block is left and visited again. The columns come "
+    'first, and they are "parallel"; the rows, which are added up, come last.',
+    column_stats_with(swap=True, semantics=("arbitrary", "parallel")),
 )
 
 mistaken(
@@ -580,8 +635,9 @@ def neighbours_of(got, want, wide):
     name = lambda r: f"row {r - 1}" if 0 < r <= M else "zeros"  # noqa: E731
     pairs = itertools.product(range(M + 1), repeat=2)
     used = [(a, b) for a, b in pairs if close(got[m], wide[a] - 2 * wide[m + 1] + wide[b])]
+    used.sort(key=lambda pair: (pair[0] != m) + (pair[1] != m + 2))  # one of the two is often right
     above, below = name(m), name(m + 2)
-    made = f" Yours are {name(used[0][0])} and {name(used[0][1])}" if used else ""
+    made = f" You have {name(used[0][0])} above and {name(used[0][1])} below" if used else ""
     return f". Row {m} is wrong. Above it is {above}, below it {below}.{made}".removesuffix(".")
 
 
@@ -623,7 +679,7 @@ def _(fn, t):
 
 
 def second_difference_with(
-    *, clip=True, up="row", down="row", steps=pl.cdiv, wrap=False, swap=False, pad=False
+    *, clip=True, up="row", down="row", steps=pl.cdiv, wrap=False, swap=False, pad=False, last=None
 ):
     """The solution with a mistake that is asked for."""
 
@@ -639,12 +695,18 @@ def second_difference_with(
             row = 8 * i + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
             above = jnp.concatenate([above_ref[:1] if swap else above_ref[7:], x[:-1]])
             below = jnp.concatenate([x[1:], below_ref[7:] if swap else below_ref[:1]])
-            if up:
-                above = jnp.where(row > 0, above, 0)
-            if down == "row":
-                below = jnp.where(row < M - 1, below, 0)
-            elif down == "block":
-                below = jnp.where(row < 8 * count - 1, below, 0)
+            if up == "product":
+                above, below = above * (row > 0), below * (row < M - 1)
+            elif up:
+                above = jnp.where(i > 0 if up == "block" else row > 0, above, 0)
+            ends = {
+                "row": row < M - 1,
+                "late": row < M,
+                "block": row < 8 * count - 1,
+                "all": i < count - 1,
+            }
+            if down:
+                below = jnp.where(ends[down], below, 0)
             o_ref[...] = above - 2 * x + below
 
         def at(shift):
@@ -653,7 +715,8 @@ def second_difference_with(
             if wrap:
                 return pl.BlockSpec((8, N), lambda i: ((i + shift + count) % count, 0))
             if clip:
-                return pl.BlockSpec((8, N), lambda i: (jnp.clip(i + shift, 0, count - 1), 0))
+                end = last(M) if last else count - 1
+                return pl.BlockSpec((8, N), lambda i: (jnp.clip(i + shift, 0, end), 0))
             return pl.BlockSpec((8, N), lambda i: (i + shift, 0))
 
         return pl.pallas_call(
@@ -700,6 +763,32 @@ mistaken(
     "You put 0 below the last row of the last *block*. If M isn't a multiple of 8, the last row of x is further "
     "up, with padding below it: compare with M.",
     second_difference_with(down="block"),
+)
+mistaken(
+    out_of_bounds,
+    "all_rows_of_a_block",
+    "You put 0 above *all* rows of the first block, or below all rows of the last. Only row 0 has nothing above it, "
+    "and only row M - 1 nothing below: compare the row's number, not the block's.",
+    second_difference_with(up="block", down="all"),
+)
+mistaken(
+    out_of_bounds,
+    "one_row_too_late",
+    "You put 0 below the rows from M on, and they aren't stored. The last row is number M - 1: it's the one that has "
+    "nothing below it.",
+    second_difference_with(down="late"),
+)
+mistaken(
+    out_of_bounds,
+    "one_block_too_far",
+    "You clip to M // 8. If 8 divides M, the last block is number M // 8 - 1; in general it is `pl.cdiv(M, 8) - 1`.",
+    second_difference_with(last=lambda M: M // 8),
+)
+mistaken(
+    out_of_bounds,
+    "multiplied_by_zero",
+    "You multiply rows that don't exist by 0. They may hold anything, and 0 times NaN is NaN: choose with `jnp.where`.",
+    second_difference_with(up="product", down=None),
 )
 mistaken(
     out_of_bounds,
@@ -819,6 +908,8 @@ def row_softmax_with(
     semantics="parallel",
     split=False,
     convert=False,
+    steps=pl.cdiv,
+    axis=1,
 ):
     """The solution with a mistake that is asked for."""
 
@@ -829,12 +920,12 @@ def row_softmax_with(
 
         def kernel(x_ref, o_ref):
             x = x_ref[...].astype(wide or x_ref.dtype)
-            axis = {"row": 1, "block": None, "column": 0}.get(top)
-            high = jnp.zeros((1, 1), x.dtype) if top is None else jnp.max(x, axis, keepdims=True)
+            over = {"row": axis, "block": None, "column": 0}.get(top)
+            high = jnp.zeros((1, 1), x.dtype) if top is None else jnp.max(x, over, keepdims=True)
             if all_masked:
                 high = jnp.where(high == -jnp.inf, 0, high)
             exps = jnp.exp(x - high)
-            total = jnp.sum(exps, axis=1, keepdims=True)
+            total = jnp.sum(exps, axis=axis, keepdims=True)
             if all_masked:
                 total = jnp.where(total == 0, 1, total)
             o_ref[...] = (exps if split else exps / total).astype(o_ref.dtype)
@@ -842,7 +933,7 @@ def row_softmax_with(
         block = pl.BlockSpec((block_M, N), lambda i: (i, 0))
         out = pl.pallas_call(
             kernel,
-            grid=(pl.cdiv(M, block_M),),
+            grid=(steps(M, block_M),),
             in_specs=[block],
             out_specs=block,
             out_shape=spec(M, N, dtype=x_MN.dtype),
@@ -874,6 +965,19 @@ mistaken(
     "maximum_of_the_column",
     "You take the maximum along the wrong axis. Each row needs its own: `axis=1`.",
     row_softmax_with(top="column"),
+)
+mistaken(
+    softmax,
+    "softmax_of_columns",
+    "You take the maximum and the sum along axis 0, over the rows of a block. Each row is a softmax by itself: "
+    "`axis=1`.",
+    row_softmax_with(axis=0),
+)
+mistaken(
+    softmax,
+    "last_rows_forgotten",
+    "`M // block_M` steps leave out the rows of a block that is not full. Take `pl.cdiv(M, block_M)`.",
+    row_softmax_with(steps=lambda M, size: M // size),
 )
 mistaken(
     softmax,
@@ -1008,7 +1112,15 @@ def _(fn, t):
 
 
 def take_rows_with(
-    *, place=True, clip=True, zeros=True, wrap=False, row=True, store=True, whole=False
+    *,
+    place=True,
+    clip=True,
+    zeros=True,
+    wrap=False,
+    row=True,
+    store=True,
+    whole=False,
+    steps=pl.cdiv,
 ):
     """The solution with a mistake that is asked for."""
 
@@ -1027,10 +1139,10 @@ def take_rows_with(
         def kernel(ids_ref, table_ref, o_ref):
             r = pl.program_id(1)
             n = wanted(pl.program_id(0), r, ids_ref)
-            at = kept(n) if whole else kept(n) % 8 if row else 0
+            at = kept(n) if whole else {True: kept(n) % 8, False: 0, "step": r}[row]
             found = table_ref[pl.ds(at, 1), :]
             if zeros:
-                is_row = (n >= 0) & (n < V)
+                is_row = {"below": n >= 0, "above": n < V}.get(zeros, (n >= 0) & (n < V))
                 found = found * is_row if zeros == "product" else jnp.where(is_row, found, 0)
             if store:
                 o_ref[pl.ds(r, 1), :] = found
@@ -1041,7 +1153,7 @@ def take_rows_with(
             kernel,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=1,
-                grid=(pl.cdiv(T, 8), 8),
+                grid=(steps(T, 8), 8),
                 in_specs=[pl.BlockSpec((V if whole else 8, D), block_of)],
                 out_specs=pl.BlockSpec((8, D), lambda i, r, ids_ref: (i, 0)),
             ),
@@ -1082,6 +1194,37 @@ mistaken(
     "wrapped",
     "You take ids modulo V, as Python does for -1. Here an id that isn't a row gives zeros.",
     take_rows_with(wrap=True, zeros=False),
+)
+mistaken(
+    gather,
+    "wrapped_below_zero",
+    "An id below 0 gives a row from the table's end, as in Python. Here an id that isn't a row gives zeros.",
+    take_rows_with(wrap=True, zeros="above"),
+)
+mistaken(
+    gather,
+    "too_small_and_taken",
+    "An id of V or more gives zeros, but one below 0 gives row 0. It isn't a row either: test both ends.",
+    take_rows_with(zeros="above"),
+)
+mistaken(
+    gather,
+    "too_large_and_taken",
+    "An id below 0 gives zeros, but one of V or more gives the last row. It isn't a row either: test both ends.",
+    take_rows_with(zeros="below"),
+)
+mistaken(
+    gather,
+    "row_of_the_step",
+    "You read row r of the table's block. Row r is where the result goes; the id names row `id % 8` of the table's "
+    "block.",
+    take_rows_with(row="step"),
+)
+mistaken(
+    gather,
+    "last_ids_forgotten",
+    "`T // 8` steps leave out the ids of a block of the result that is not full. Take `pl.cdiv(T, 8)`.",
+    take_rows_with(steps=lambda T, size: T // size),
 )
 mistaken(
     gather,

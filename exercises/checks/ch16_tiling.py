@@ -26,10 +26,14 @@ def wide(x):
     return np.asarray(x, np.float64)
 
 
+# XLA turns a product with a converted bool into a choice, which hides that 0 times NaN is NaN. Mosaic doesn't.
+AS_WRITTEN = {"xla_disable_hlo_passes": "algsimp"}
+
+
 def simulate(t, fn, *args, cores=1):
     """The result and the one kernel's run, in the strict simulator, in an order of its own."""
     with strict(cores=cores, seed=int(t.rng.integers(1, 1000))) as runs:
-        out = jax.jit(fn)(*args)
+        out = jax.jit(fn, compiler_options=AS_WRITTEN)(*args)
     t.equal(len(runs), 1, why="how many Pallas calls run")
     return out, runs[0]
 
@@ -101,8 +105,32 @@ def multiplies(fn, t, M, K, N, tiles, cores=1):
         "The first tile of K is missing": wide(x)[:, k:] @ wide(w)[k:],
         "The last tile of K counts twice": wide(x) @ wide(w) + wide(x)[:, last:] @ wide(w)[last:],
     }
+    text += rounded_more(got, x, w, k)
     t.close(got, wide(x) @ wide(w), 4e-3, 1e-3, text, BF16, mistakes)
     return run
+
+
+def rounded_more(got, x, w, k):
+    """Says where a sum is rounded to bfloat16 before it is complete, if that is what nearly all numbers look like."""
+    parts = [wide(x)[:, i : i + k] @ wide(w)[i : i + k] for i in range(0, x.shape[1], k)]
+
+    def narrow(y):
+        return wide(jnp.asarray(y, BF16))
+
+    ways = {}
+    if len(parts) > 1:
+        ways["Each product of two tiles is rounded to bfloat16"] = narrow(sum(map(narrow, parts)))
+        ways["The sum is rounded to bfloat16 at every step"] = narrow(parts[0])
+        ways["The sum and each product are rounded to bfloat16 at every step"] = narrow(parts[0])
+    for part in parts[1:]:
+        for way, added in zip(list(ways)[1:], (part, narrow(part)), strict=True):
+            ways[way] = narrow(ways[way] + added)
+    right = narrow(sum(parts))
+    if np.shape(got) != right.shape or (seen := wide(got) != right).mean() < 0.01:
+        return ""
+    like = {way: (wide(got) == y)[seen | (y != right)].mean() for way, y in ways.items()}
+    best = max(like, key=like.__getitem__, default="")
+    return f". {best}" if best and like[best] > 0.9 else ""
 
 
 @accumulator.check("one tile")
@@ -205,6 +233,7 @@ def tiled_matmul_with(
             if "w" in masks:
                 w = jnp.where(jax.lax.broadcasted_iota(jnp.int32, w.shape, 0) < left, w, 0)
             part = jnp.dot(x, w, preferred_element_type=F32 if exact else None)
+            part = part.astype(BF16) if not (exact or scratch) else part
             sum_ref[...] = (sum_ref[...] + part).astype(sum_ref.dtype)
             if scratch:
 
@@ -239,6 +268,13 @@ mistaken(
     "You add to the result's block, which is bfloat16, so each step rounds the sum. Add to a float32 scratch, and "
     "round it once at the last step.",
     tiled_matmul_with(scratch=False),
+)
+mistaken(
+    accumulator,
+    "both_rounded_in_the_result",
+    "You add to the result's block, which is bfloat16, so each step rounds the product and the sum. Add float32 "
+    "products to a float32 scratch, and round it once at the last step.",
+    tiled_matmul_with(scratch=False, exact=False),
 )
 mistaken(
     accumulator,
@@ -585,7 +621,8 @@ def choose_with(
                 x_times = 1
             if "w" in stays and (steps if "W" in stays else steps * columns) == 1:
                 w_times = 1
-            moved = 2 * (x_times * M * K + w_times * K * N + result * M * N)
+            stored = steps if result == "steps" else result
+            moved = 2 * (x_times * M * K + w_times * K * N + stored * M * N)
             row = (moved, rows * columns * steps, vmem, (m, k, n))
             found.append(([row[i] for i in order], row))
         if not found:
@@ -793,6 +830,20 @@ mistaken(
 )
 mistaken(
     choose,
+    "result_at_every_step",
+    "You count a store of the result for each step of K. Its tile stays in VMEM while the sum grows, and is stored "
+    "once.",
+    choose_with(result="steps"),
+)
+mistaken(
+    choose,
+    "ties_by_size",
+    "If several tiles move equally few bytes, you take the smallest (m, k, n). The fewest steps come first, then the "
+    "least VMEM.",
+    choose_with(order=(0, 3)),
+)
+mistaken(
+    choose,
     "fewest_steps",
     "You choose the fewest steps, that is, the largest tiles. The exercise asks for the fewest bytes; steps only "
     "break ties.",
@@ -976,7 +1027,10 @@ def streamed_with(
 
             if zero:
                 o_ref[...] = jnp.zeros_like(o_ref)
-            if order != "serial":
+            if order == "all":
+                for part in range(steps):
+                    copy(part).start()
+            elif order != "serial":
                 copy(0).start()
 
             @pl.loop(0, steps)
@@ -1014,6 +1068,13 @@ mistaken(
     "While a part is multiplied, no other is being copied, so the chip either copies or multiplies. Start the "
     "next part's copy before the product, not after it or just before its own wait.",
     streamed_with(order="serial"),
+)
+mistaken(
+    double_buffering,
+    "all_started_at_once",
+    "You start all copies at the beginning. There are two slots, so the third part arrives where the first is still "
+    "waiting to be read. Start part `step + 1` in step `step`.",
+    streamed_with(order="all"),
 )
 mistaken(
     double_buffering,

@@ -217,3 +217,9 @@ def test_entries_that_are_no_numbers_have_no_factor(number):
 def test_a_factor_near_one_is_said_with_its_digits():
     assert said(WANT * 1.0005) == "each is 1.0005 times what it should be"
     assert said(WANT * 1.00037) == "each is 1.00037 times what it should be"
+
+
+def test_nothing_is_said_of_an_array_without_a_finite_number():
+    want = -np.arange(1.0, 9.0)
+    got = np.full(8, np.nan)  # the square root of each, but of much else too
+    assert likeness(got, want, np.ones(8, bool)) == ""

@@ -64,3 +64,33 @@ def test_a_change_in_place_is_seen(x, change):
     assert wire.is_as(x, seen)
     change(x)
     assert not wire.is_as(x, seen)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_derivative_of_ones_own_may_stand_under_shard_map(check_vma):
+    import jax
+    from jax._src import core
+    from jax.sharding import PartitionSpec as P
+
+    from minitext.book.grading.wire_jax import custom_params
+
+    @jax.custom_vjp
+    def counted(x):
+        return 2 * x
+
+    counted.defvjp(lambda x: (2 * x, x), lambda x, g: (0 * x + 1,))
+    kinds = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((4,), ("stage",), axis_types=kinds, devices=jax.devices()[:4])
+    along = {"mesh": mesh, "in_specs": P("stage"), "out_specs": P("stage"), "check_vma": check_vma}
+    x = np.arange(8.0, dtype=np.float32)
+    traced = jax.make_jaxpr(jax.shard_map(counted, **along))(x)
+    (eqn,) = traced.eqns[0].params["jaxpr"].eqns
+    given = {"rule": wire.Derivative(eqn), **eqn.params}
+    # Outside of any mesh, which is where an answer is read.
+    params = custom_params("custom_vjp_call", given)
+    assert params["call_jaxpr"].out_avals == eqn.params["call_jaxpr"].out_avals
+    body = traced.eqns[0].params["jaxpr"].replace(eqns=[eqn.replace(params=params)])
+    read = core.jaxpr_as_fun(core.ClosedJaxpr(body, []))
+    again = jax.jit(jax.shard_map(lambda x: read(x)[0], **along))
+    np.testing.assert_array_equal(again(x), 2 * x)
+    np.testing.assert_array_equal(jax.grad(lambda x: again(x).sum() * 5)(x), np.ones(8))

@@ -159,7 +159,7 @@ def cause(kind: str, text: str, own: bool, none: bool) -> str:
         if "NoneType" in text:
             return nothing(none)
         kinds = ("TypeError", "AttributeError", "KeyError", "IndexError", "ValueError")
-        return f"{RESULT}: {text}." if kind in kinds else ""
+        return f"{RESULT}: {text.rstrip('.')}." if kind in kinds else ""
     for kinds, pattern, said in _CAUSES:
         if kind in kinds.split("|") and re.search(pattern, text):
             return said
