@@ -493,13 +493,135 @@ def kinds_of_square(T, block_q, block_kv, window, prefix):
     return kinds
 
 
+def other_parts(T, block_q, block_kv, window, prefix):
+    """Two dicts of wrong answers, under what is to be said of them: blocks that are seen, and blocks that are whole."""
+    i, j = np.arange(-(-T // block_q))[:, None], np.arange(-(-T // block_kv))
+    first_q, first_kv = i * block_q, j * block_kv
+    last_q, last_kv = (np.minimum(x, T) - 1 for x in (first_q + block_q, first_kv + block_kv))
+    nearest, farthest = np.maximum(first_q - last_kv, 0), last_q - np.maximum(first_kv, prefix)
+    begun, past = first_kv <= last_q, last_kv <= first_q
+    exists = first_kv + block_kv <= T
+    seen = (nearest < window) | (first_kv < prefix)
+    every = ((farthest < window) | (last_kv < prefix)) & exists
+    far = last_q - first_kv
+    beyond = first_q + block_q - 1
+    some = {
+        "as if the window were one longer: it has the distances 0 to window - 1": begun
+        & ((nearest <= window) | (first_kv < prefix)),
+        "as if the window were one shorter: it has the distances 0 to window - 1": begun
+        & ((nearest < window - 1) | (first_kv < prefix)),
+        "as if the prefix were one longer: it has the keys 0 to prefix - 1": begun
+        & ((nearest < window) | (first_kv <= prefix)),
+        "as if there were no prefix": begun & (nearest < window),
+        "as if only blocks that lie in the prefix as a whole were seen because of it": begun
+        & ((nearest < window) | (last_kv < prefix)),
+        "as if all queries saw the prefix, even those before its keys": (begun & (nearest < window))
+        | (first_kv < prefix),
+        "as if queries saw later keys too": seen,
+        "as if there were no window": begun,
+        "by the farthest pair, last query and first key, where the nearest pair decides": begun
+        & ((far < window) | (first_kv < prefix)),
+        "by the block's first query and first key, where the nearest pair decides": begun
+        & ((first_q - first_kv < window) | (first_kv < prefix)),
+        "by the last query and the last key, where the nearest pair decides": begun
+        & ((last_q - last_kv < window) | (first_kv < prefix)),
+        "by the numbers of the blocks, but these compare only if both blocks have the same size": (j <= i)
+        & seen,
+        "as if a key were in the future if it is after the block's first query": (first_kv <= first_q)
+        & seen,
+        "as if the block's last key had to be in the past": (last_kv <= last_q) & seen,
+        "as if the block's last key had to be before its first query": past & seen,
+        "as if there were queries beyond T": (first_kv <= beyond) & seen,
+    }  # fmt: skip
+    whole = {
+        "as if the window were one longer: it has the distances 0 to window - 1": past
+        & ((farthest <= window) | (last_kv < prefix)) & exists,
+        "as if the window were one shorter: it has the distances 0 to window - 1": past
+        & ((farthest < window - 1) | (last_kv < prefix)) & exists,
+        "as if the prefix were one longer: it has the keys 0 to prefix - 1": past
+        & ((far - np.maximum(prefix + 1 - first_kv, 0) < window) | (last_kv <= prefix)) & exists,
+        "as if a block were in the prefix whose last key is number `prefix`": past
+        & ((farthest < window) | (last_kv <= prefix)) & exists,
+        "as if there were no prefix": past & (far < window) & exists,
+        "as if one of the two had to cover the block alone: its first keys may be in the prefix, the rest in the "
+        "window": past & ((far < window) | (last_kv < prefix)) & exists,
+        "as if the prefix covered a block if it has the first key": past
+        & ((far < window) | (first_kv < prefix)) & exists,
+        "as if a few corners decided: the first keys are in the prefix, the last ones in the window, and keys between "
+        "them in neither": past & ((far < window) | (first_kv < prefix))
+        & ((first_q - last_kv < window) | (last_kv < prefix)) & exists,
+        "as if all queries saw the prefix, even those before its keys": (past & every)
+        | (last_kv < prefix) & exists,
+        "as if queries saw later keys too": every,
+        "as if there were no window": past & exists,
+        "by the nearest pair, where the farthest decides": past
+        & ((nearest < window) | (last_kv < prefix)) & exists,
+        "by the first query and the first key, where the farthest pair decides": past
+        & ((first_q - first_kv < window) | (last_kv < prefix)) & exists,
+        "by the numbers of the blocks, but these compare only if both blocks have the same size": (j < i)
+        & every,
+        "as if the first key had to be in the past of the first query: the last key has to": (first_kv <= first_q)
+        & every,
+        "as if the last key had to be in the past of the last query: of the first query it has to": (last_kv <= last_q)
+        & every,
+        "as if the last key had to be before the first query: it may be that token itself": (last_kv < first_q)
+        & every,
+        "as if there were keys beyond T": past & (every | ~exists & ((farthest < window) | (last_kv < prefix))),
+        "as if there were queries beyond T": past & exists
+        & ((beyond - np.maximum(first_kv, prefix) < window) | (last_kv < prefix)),
+    }  # fmt: skip
+    return some, whole
+
+
+# Enough cases for two mistakes to differ in one of them.
+PARTS = (
+    (48, 8, 8, 10, 11), (48, 8, 8, 1, 0), (48, 8, 8, 9, 8), (47, 8, 8, 16, 3), (33, 8, 10, 12, 3), (33, 8, 10, 35, 0),
+    (41, 9, 6, 5, 0), (29, 7, 4, 9, 6), (24, 3, 4, 24, 0), (50, 10, 3, 17, 20), (23, 5, 5, 8, 100),
+)  # fmt: skip
+
+
+def wrong_part(fn, *args):
+    """Whether it is seen or whole blocks that are wrong, and what the mistake is if all cases show the same."""
+    cases = [
+        (np.asarray(fn(*case)), kinds_of_square(*case), other_parts(*case))
+        for case in (args, *PARTS)
+    ]
+    if any(got.shape != want.shape for got, want, _ in cases):
+        return ""
+    told = []
+    for part, (name, kinds) in enumerate((("seen at all (1 or 2)", (1, 2)), ("whole (2)", (2,)))):
+        if all((np.isin(got, kinds) == np.isin(want, kinds)).all() for got, want, _ in cases):
+            told.append(f"Which blocks are {name} is right")
+            continue
+        fitting = (
+            text
+            for text in cases[0][2][part]
+            if all(
+                (np.isin(got, kinds) == (others[part][text] & ((got > 0) | (part == 0)))).all()
+                for got, _, others in cases
+            )
+        )
+        found = next(fitting, "")
+        wrong = f"Which blocks are {name} is wrong"
+        told.append(f"You decide which blocks are {name} {found}" if found else wrong)
+    return ". ".join(told)
+
+
 def kinds_are_right(fn, t, *args):
     T, block_q, block_kv, window, prefix = args
     why = (
         f"T={T}, blocks of {block_q} queries and {block_kv} keys, window={window}, prefix={prefix}"
     )
     got, want = np.asarray(fn(*args)), kinds_of_square(*args)
-    if got.shape == want.shape and (got != want).any():
+    if got.shape != want.shape:
+        shapes = {
+            "The result is transposed: queries come first": want.shape[::-1],
+            "Keys are counted in blocks of block_q": (-(-T // block_q), -(-T // block_q)),
+            "Queries are counted in blocks of block_kv": (-(-T // block_kv), -(-T // block_kv)),
+            "The last block isn't full, but it counts: round up": (T // block_q, T // block_kv),
+        }
+        t.equal(got.shape, want.shape, why=f"shape: {why}", mistakes=shapes)
+    if (got != want).any():
         i, j = (int(n) for n in np.argwhere(got != want)[0])
         first, last = (i * block_q, j * block_kv), ((i + 1) * block_q - 1, (j + 1) * block_kv - 1)
         last_q, last_kv = min(last[0], T - 1), min(last[1], T - 1)
@@ -513,6 +635,7 @@ def kinds_are_right(fn, t, *args):
         for found, text in ((part, "sees"), (~part, "doesn't see")):
             pair = np.argwhere(found)[:1] + first
             why += "".join(f". Query {q} {text} key {k}" for q, k in pair)
+        why = ". ".join(filter(None, (why, wrong_part(fn, *args))))
     t.equal(got.tolist(), want.tolist(), why=why)
 
 
