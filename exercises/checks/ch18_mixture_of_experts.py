@@ -1312,14 +1312,24 @@ def is_even(t, fn, loads, devices, slots):
     known = [expert for expert in experts if expert in range(len(loads))]
     t.equal(experts, known, why=f"{case}: keys of the dicts; some are no expert's number")
     counts = [tokens for device in plan for tokens in device.values()]
-    whole = all(isinstance(tokens, int | np.integer) for tokens in counts)
-    t.true(whole, f"{case}: tokens are ints", [str(type(tokens)) for tokens in counts[:20]])
-    t.true(all(tokens >= 0 for tokens in counts), f"{case}: no device gets less than 0", counts)
+    kinds = [type(tokens) for tokens in counts if not isinstance(tokens, int | np.integer)]
+    why = f"{case}: tokens are whole, ints; there is a {kinds[0].__name__}" if kinds else ""
+    t.true(not kinds, why, [str(type(tokens)) for tokens in counts[:20]])
+    least = min(counts, default=0)
+    why = f"{case}: a device gets {least} tokens of an expert, because it is given more than a share of the others"
+    t.true(least >= 0, why, counts)
     got = [sum(device.get(expert, 0) for device in plan) for expert in range(len(loads))]
     why = f"{case}: each expert's tokens on all devices"
     lost = sum(loads) - sum(got)
     if lost:
         why += f"; {lost} tokens go nowhere" if lost > 0 else f"; {-lost} tokens are made up"
+        share, empty = sum(loads) // devices, [slots - len(device) for device in plan]
+        full = [
+            d for d, device in enumerate(plan) if sum(device.values()) >= share and empty[d] > 0
+        ]
+        less = [d for d, device in enumerate(plan) if sum(device.values()) < share and not empty[d]]
+        if lost > 0 and full and less:
+            why += f". Device {full[0]} has its share of tokens and an empty slot, device {less[0]} the other way round"
     mistakes = {
         "Of a load that isn't a multiple of `devices`, the remainder is lost": [
             x // devices * devices for x in loads
@@ -1403,7 +1413,7 @@ def _(fn, t):
         is_even(t, fn, skewed_loads(t, 257, 64, skew), 64, 5)
 
 
-def spread(loads, devices, slots, start=None, pad=True):
+def spread(loads, devices, slots, start=None, pad=True, least=0):
     """The right answer, with what one gets wrong as arguments."""
     share = sum(loads) // devices
     left = [(load, expert) for expert, load in enumerate(loads)]
@@ -1418,7 +1428,7 @@ def spread(loads, devices, slots, start=None, pad=True):
             plan.append({})
             continue
         *whole, (load, cut) = group
-        part = min(load, max(0, share - sum(x for x, _ in whole)))
+        part = min(load, max(least, share - sum(x for x, _ in whole)))
         plan.append({expert: x for x, expert in [*whole, (part, cut)] if expert >= 0})
         left[begin : begin + slots] = [(load - part, cut)] if load > part else []
     return plan
@@ -1504,7 +1514,7 @@ def smallest_neighbours(loads, devices, slots):
     "You fill a device with the largest experts. Often one of them is enough, so the slots stay empty that the small "
     "experts need later: each device has to finish `slots - 1` experts."
 )
-def largest_first(loads, devices, slots):
+def largest_first(loads, devices, slots, leftovers=True):
     share = sum(loads) // devices
     left = dict(enumerate(loads))
     plan = []
@@ -1518,10 +1528,18 @@ def largest_first(loads, devices, slots):
             if not left[expert]:
                 del left[expert]
         plan.append(device)
-    for expert, load in left.items():  # the leftovers
+    for expert, load in left.items() if leftovers else ():
         device = min(plan, key=len)
         device[expert] = device.get(expert, 0) + load
     return plan
+
+
+@copies.mutant(
+    "You fill a device with the largest experts, and in the end some have no place. Often one large expert is enough "
+    "for a share, so slots stay empty that the small experts need: each device has to finish `slots - 1` experts."
+)
+def largest_first_until_full(loads, devices, slots):
+    return largest_first(loads, devices, slots, leftovers=False)
 
 
 @copies.mutant(
@@ -1580,6 +1598,14 @@ def idle_forgotten(loads, devices, slots):
 )
 def no_empty_experts(loads, devices, slots):
     return spread(loads, devices, slots, pad=False)
+
+
+@copies.mutant(
+    "A group of `slots` neighbours holds more than a share without its largest, which gets what is left: less than 0. "
+    "With fewer experts than slots there is no smaller group to begin with. Fill the order up with empty experts."
+)
+def less_than_nothing(loads, devices, slots):
+    return spread(loads, devices, slots, pad=False, least=-sum(loads))
 
 
 @copies.mutant(

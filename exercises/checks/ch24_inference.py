@@ -1057,7 +1057,7 @@ def plans_agree(fn, t, running, waiting, free, S, budget, most, why):
     if list(preempted) and not want[1]:
         told = "; no text lacks a page"
         for text in roomy[:1]:
-            told += f": {text['name']!r}, for instance, has all of its {text['length']} tokens in {text['pages']} of {S}"
+            told += f": {text['name']!r} has pages for {text['pages'] * S} tokens and needs them for {text['length']}"
     t.equal(list(preempted), want[1], why=f"texts that are preempted{told}, {why}")
     t.equal(list(admitted), want[2], why=f"texts that begin, {why}")
 
@@ -1399,10 +1399,10 @@ for name, hint, options in (
     ("draws_from_p", "After a rejection you draw from p. Tokens that q guesses too seldom then get too little, "
      "and those that it guesses too often are given a second chance. Draw from the positive part of p - q.",
      {"residual": False}),
-    ("not_cut", "You draw from p - q as it is. Where q is larger it is below 0, and the cumulative sum falls: set those "
-     "to 0 first.", {"cut": False}),
-    ("row_before_the_last", "When all guesses are kept you draw from the row that judged the last of them. p_kV has one "
-     "more, for the token that comes after.", {"last": False}),
+    ("not_cut", "You draw from p - q as it is. Where q is larger it is below 0, and the cumulative sum falls: set "
+     "those to 0 first.", {"cut": False}),
+    ("row_before_the_last", "When all guesses are kept you draw from the row that judged the last of them. p_kV has "
+     "one more, for the token that comes after.", {"last": False}),
     ("not_divided", "The positive part of p - q doesn't sum to 1. Compare the cumulative sum with uniforms[-1] "
      "times its "
      "sum.", {"normal": False}),
