@@ -145,6 +145,17 @@ def softmax_of(logits_TS):
     return exps / exps.sum(1, keepdims=True)
 
 
+def inflated(blocks):
+    """The output if sums are multiplied by exp(new - old) when the maximum rises from old to new."""
+    top, size, out = blocks[0][0].max(1, keepdims=True), 0.0, 0.0
+    for logits_TS, v_SH in blocks:
+        higher = np.maximum(top, logits_TS.max(1, keepdims=True))
+        exps_TS, factor = np.exp(logits_TS - higher), np.exp(higher - top)
+        size = size * factor + exps_TS.sum(1, keepdims=True)
+        out, top = out * factor + exps_TS @ v_SH, higher
+    return out / size
+
+
 def pieces_are_right(fn, t, pieces, why, rtol=1e-4, atol=1e-5):
     logits = np.concatenate([np.asarray(a, np.float64) for a, _ in pieces], axis=1)
     values = np.concatenate([np.asarray(v, np.float64) for _, v in pieces])
@@ -156,6 +167,7 @@ def pieces_are_right(fn, t, pieces, why, rtol=1e-4, atol=1e-5):
     out = exps @ values / np.where(size == 0, 1, size)
     got = fn(pair for pair in pieces)
     t.equal(len(got), 2, why="how many results")
+    blocks = [(np.asarray(a, np.float64), np.asarray(v, np.float64)) for a, v in pieces]
     first, last = (np.asarray(pieces[i][0], np.float64) for i in (0, -1))
     v_first, v_last = (np.asarray(pieces[i][1], np.float64) for i in (0, -1))
     with np.errstate(all="ignore"):
@@ -164,6 +176,15 @@ def pieces_are_right(fn, t, pieces, why, rtol=1e-4, atol=1e-5):
             "That is the first block's alone": softmax_of(first) @ v_first,
             "That is the last block's alone": softmax_of(last) @ v_last,
             "It is divided by the number of keys, not by the sum of exponentials": exps @ values / logits.shape[1],
+            "That is the sum of each block's own softmax: divide once, by the sum over all blocks": sum(
+                softmax_of(a) @ v for a, v in blocks
+            ),
+            "That is the mean of each block's own softmax: a block counts by its sum of exponentials": sum(
+                softmax_of(a) @ v for a, v in blocks
+            ) / len(blocks),
+            "What was summed before is multiplied by exp(new - old), which is at least 1: swap the two": inflated(
+                blocks
+            ),
         }  # fmt: skip
         lse_mistakes = {
             "That is the maximum: the logarithm of the sum is missing": top[:, 0],
@@ -861,7 +882,8 @@ def first_wrong_token(out, want, segments, block):
     text = f"{text}, from block {first // block} on"
     none = np.isnan(out[:, token]).any()
     return (
-        f"{text}. A NaN there means that no block was computed for it, or the first not set"
+        f"{text}. A NaN there means that no block was computed for it, that the sums weren't set before the first, or "
+        "that -inf was subtracted from -inf: a block may hold nothing that this token sees"
         if none
         else text
     )
@@ -943,6 +965,7 @@ def packed_with(
     bounded="kv",
     factors=None,
     narrow=False,
+    low=-1e30,
 ):
     """The solution with a mistake that is asked for."""
 
@@ -964,7 +987,7 @@ def packed_with(
 
             @pl.when(j == 0)
             def _():
-                top_ref[...] = jnp.full_like(top_ref, -1e30)
+                top_ref[...] = jnp.full_like(top_ref, low)
                 sum_ref[...] = jnp.zeros_like(sum_ref)
                 acc_ref[...] = jnp.zeros_like(acc_ref)
 
@@ -975,7 +998,7 @@ def packed_with(
                 a, b = (jax.lax.broadcasted_iota(jnp.int32, logits.shape, d) for d in (0, 1))
                 same, past = q_seg[...] == k_seg[...], (j < i) | (b <= a)
                 seen = {"both": same & past, "causal": past, "segments": same}[mask]
-                logits = jnp.where(seen, logits, -1e30)
+                logits = jnp.where(seen, logits, low)
                 top = jnp.maximum(top_ref[...], jnp.max(logits, axis=1, keepdims=True))
                 exps, factor = jnp.exp(logits - top), jnp.exp(top_ref[...] - top)
                 top_ref[...] = top
@@ -1048,6 +1071,13 @@ mistaken(
     "You take the first block from the *last* query's segment. The block's first query may belong to an earlier "
     "segment, and sees farther back.",
     packed_with(bound="last"),
+)
+mistaken(
+    segment_ids,
+    "masked_with_infinity",
+    "You mask with -inf. The first block of keys may hold nothing that a later query of the block sees: its maximum is "
+    "then -inf, and -inf - (-inf) is NaN. Mask with a finite number such as -1e30, and begin the maximum there.",
+    packed_with(low=-jnp.inf),
 )
 mistaken(
     segment_ids,
@@ -1146,7 +1176,15 @@ for one key head and the G query heads that share it. This chapter's `dq_by_hand
 )
 
 
-def backward_args(t, G, T, H, dtype=jnp.float32, scale=1.0):
+def in_blocks(weights, rows, block):
+    """Sums of blocks of weights [G, T, T] times blocks of rows [G, T, H], the blocks of weights not transposed."""
+    (G, T, _), H = weights.shape, rows.shape[2]
+    squares = weights.reshape(G, T // block, block, T // block, block)
+    parts = rows.reshape(G, T // block, block, H)
+    return np.einsum("giajc,gich->jah", squares, parts).reshape(T, H)
+
+
+def backward_args(t, G, T, H, dtype=jnp.float32, scale=1.0, block=8):
     q, grad = numbers(t, G, T, H, dtype=dtype, scale=scale), numbers(t, G, T, H, dtype=dtype)
     k, v = (numbers(t, T, H, dtype=dtype) for _ in range(2))
     wide = [np.asarray(x, np.float64) for x in (q, k, v, grad)]
@@ -1178,13 +1216,28 @@ def backward_args(t, G, T, H, dtype=jnp.float32, scale=1.0):
             grads[head].T @ wide[0][head] / math.sqrt(H)
         )
         mistakes[f"It is dv of the {name} head alone"] = probs[head].T @ wide[3][head]
+    mistakes["The weights aren't transposed: their second dimension are the keys"] = in_blocks(
+        probs, wide[3], block
+    )
+    mistakes["The logits' gradients aren't transposed: their second dimension are the keys"] = (
+        in_blocks(grads, wide[0], block) / math.sqrt(H)
+    )
+    with np.errstate(over="ignore"):
+        raw = np.exp(wide[0] @ wide[1].T / math.sqrt(H) - (top + np.log(size)))
+    for text, seen in {
+        "Queries before the keys count, and those after them don't: it's the other way round": np.triu(
+            np.ones((T, T))
+        ),
+        "Queries before the keys count as well": np.ones((T, T)),
+    }.items():
+        mistakes[text] = np.einsum("gts,gth->sh", np.where(seen, raw, 0), wide[3])
     mistakes["It has the wrong sign"] = -dk
     mistakes["That is the gradient of the keys"] = dk
     return args, dk, dv, mistakes
 
 
 def gradients_are_right(fn, t, G, T, H, block, why, scale=1.0, dtype=jnp.float32, rtol=1e-3):
-    args, dk, dv, mistakes = backward_args(t, G, T, H, dtype, scale)
+    args, dk, dv, mistakes = backward_args(t, G, T, H, dtype, scale, block)
     got, run = simulate(t, lambda *a: fn(*a, block=block), *args)
     t.equal(len(got), 2, why="how many results")
     for name, g, w in (("dv", got[1], dv), ("dk", got[0], dk)):
@@ -1475,9 +1528,21 @@ def _(fn, t):
         return jax.grad(f, (0, 1, 2))
 
     got = loss(lambda a, v, s: fn(*soft_without(a, v), s))(logits, values, extra)
-    t.close(got[2], loss(soft_with_sinks)(logits, values, extra)[2], 1e-3, 1e-5, "of the sinks")
     want = loss(soft_with_sinks)(logits, values, extra)
+    t.close(got[2], want[2], 1e-3, 1e-5, "of the sinks")
     t.close(got[0], want[0], 1e-3, 1e-5, "of the logits that out and lse came from")
+    signs = jnp.asarray([90.0, -90, 90, -90])[:, None], jnp.asarray([90.0, -90, -90, 90])
+    far = logits + signs[0], values, extra + signs[1]
+    got = loss(lambda a, v, s: fn(*soft_without(a, v), s))(*far)
+    want = loss(soft_with_sinks)(*far)
+    for name, g, w in (
+        ("sinks", got[2], want[2]),
+        ("logits that out and lse came from", got[0], want[0]),
+    ):
+        why = f"of the {name}, which are near +-90"
+        if np.isnan(np.asarray(g)).any():
+            why += ". exp(90 + 90) is infinite: a share of 0 that comes from 1 / inf is right, its gradient is NaN"
+        t.close(g, w, 1e-3, 1e-4, why)
 
 
 @sinks.check("no key, no sink")
@@ -1490,10 +1555,13 @@ def _(fn, t):
     t.close(got[0][0, 1, 1:], out[0, 1, 1:], 1e-6, 0, "outputs of heads whose sink is -inf")
     why = "logsumexp of a query that saw no key: the sink, and -inf without one"
     t.close(got[1][0, 0], extra, 1e-6, 0, why)
-    grads = jax.grad(lambda *a: jnp.sum(fn(*a)[0]), (0, 1, 2))(out, lse, extra)
-    t.finite(grads, "gradients of the output where logsumexp or sink is -inf")
-    grads = jax.grad(lambda *a: jnp.sum(fn(*a)[1]), (0, 1, 2))(out, lse, extra)
-    t.finite(grads, "gradients of the logsumexp where logsumexp or sink is -inf")
+    for number, name in enumerate(("output", "logsumexp")):
+        grads = jax.grad(lambda *a, n=number: jnp.sum(fn(*a)[n]), (0, 1, 2))(out, lse, extra)
+        why = (
+            f"gradients of the {name} where logsumexp or sink is -inf. A `jnp.where` around a NaN or an infinite "
+            "number repairs the value alone: the gradient of what isn't chosen is 0 times NaN. Replace what goes in"
+        )
+        t.finite(grads, why)
 
 
 @sinks.check("bfloat16")

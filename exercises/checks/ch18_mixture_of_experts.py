@@ -60,6 +60,8 @@ def routes(fn, t, why, logits, k, kind, normalize, bias=None):
     experts, weights = fn(logits, k, kind, normalize, given)
     plain, other = np.asarray(logits, np.float32), "sigmoid" if kind == "softmax" else "softmax"
     want_experts, want_weights = routed(plain, k, kind, normalize, bias)
+    scores = scores_of(plain, kind)
+    want_scores = np.take_along_axis(scores, want_experts, -1)
     lowest = np.argsort(scores_of(plain, kind) + (0 if bias is None else bias), axis=-1)[:, :k]
     mistakes = {
         "Those have the lowest scores: the highest are chosen": lowest.tolist(),
@@ -79,6 +81,9 @@ def routes(fn, t, why, logits, k, kind, normalize, bias=None):
         "Those are the chosen logits, not their scores": chosen,
         "They are divided by their sum though `normalize` is false": routed(plain, k, kind, True, bias)[1],
         "They are not divided by their sum though `normalize` is true": routed(plain, k, kind, False, bias)[1],
+        "They are divided by the sum of all E scores, not by that of the k chosen": want_scores / scores.sum(
+            -1, keepdims=True
+        ),
         "Those are a softmax of the chosen scores: divide the scores by their sum": scores_of(
             np.take_along_axis(scores_of(plain, kind), want_experts, -1), "softmax"
         ),
@@ -246,6 +251,17 @@ def with_an_epsilon(logits, k, kind, normalize, bias=None):
     experts, weights = right_router(logits, k, kind, False, bias)
     total = jnp.sum(weights, axis=-1, keepdims=True) + 1e-6
     return experts, weights / total if normalize else weights
+
+
+@router.mutant(
+    "With `normalize` you divide by the sum of all E scores. For a softmax that's 1, so nothing changes. Divide by the "
+    "sum of the k chosen ones."
+)
+def divided_by_all_scores(logits, k, kind, normalize, bias=None):
+    experts, weights = right_router(logits, k, kind, False, bias)
+    if normalize and kind == "sigmoid":
+        weights = weights / jnp.sum(jax.nn.sigmoid(logits.astype(jnp.float32)), -1, keepdims=True)
+    return experts, weights
 
 
 @router.mutant(
@@ -736,7 +752,11 @@ def other_losses(logits, k, mask):
     hits = np.eye(E)[np.argsort(-logits, axis=1, kind="stable")[:, :k]].sum(1)
     chosen = p * hits / (p * hits).sum(1, keepdims=True)
     f, P_E = (hits * m).sum(0) / n / k, (p * m).sum(0) / n
+    flat_f, flat_P = np.where(m, hits, np.arange(E) < k), np.where(m, p, 1 / E)
+    flat = "Logits of tokens that don't count are 0, and so they choose experts 0 to k - 1: leave them out"
     return {
+        f"{flat} of f and P": E * (flat_f.sum(0) / n / k) @ (flat_P.sum(0) / n),
+        f"{flat} of f and P, and of the number of tokens": E * (flat_f.mean(0) / k) @ flat_P.mean(0),
         "f includes tokens that don't count": E * (hits.mean(0) / k) @ P_E,
         "f adds tokens that don't count, and is divided by those that do": E * (hits.sum(0) / n / k) @ P_E,
         "P includes tokens that don't count": E * f @ p.mean(0),

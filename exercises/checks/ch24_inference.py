@@ -543,8 +543,8 @@ the text's own keys, which are scattered over pages.
 )  # fmt: skip
 
 
-def attention_by_hand(q, k, v, table, lengths):
-    """Text by text, head by head, in float64."""
+def attention_by_hand(q, k, v, table, lengths, real=None, score=None):
+    """Text by text, head by head, in float64; slots from `real` on have the given score, if any."""
     (B, N, H), (_, S, K, _) = q.shape, k.shape
     out = np.zeros((B, N, H))
     for b in range(B):
@@ -553,6 +553,8 @@ def attention_by_hand(q, k, v, table, lengths):
         for head in range(N if len(n) else 0):
             keys, values = (x[pages, slots, head // (N // K)].astype(np.float64) for x in (k, v))
             scores = keys @ q[b, head].astype(np.float64) / math.sqrt(H)
+            if score is not None:
+                scores[real[b] :] = score
             weights = np.exp(scores - scores.max())
             out[b, head] = weights / weights.sum() @ values
     return out
@@ -590,6 +592,21 @@ def attends(fn, t, why, *args):
         }.items()
         if not math.isclose(by, math.sqrt(H))
     }
+    told = np.asarray(got, np.float64)
+    if told.shape == want.shape:
+        zeros = {
+            "Scores of slots that don't exist are 0, so exp gives them a weight of 1: they need -inf": 0.0,
+            "Unused slots are seen": None,
+        }
+        full = np.full_like(lengths, table.shape[1] * k.shape[1])
+        with np.errstate(all="ignore"):
+            for text, score in zeros.items():
+                mistakes[text] = attention_by_hand(q, k, v, table, full, lengths, score)
+        empty = np.asarray(lengths) == 0
+        if empty.any() and np.isnan(told[empty]).any():
+            why += ". A softmax of nothing but -inf is 0 / 0: for a text of length 0 there is nothing to divide"
+        elif np.isnan(told).any() and not np.isfinite(k).all() and np.abs(q).max() < 100:
+            why += ". 0 times NaN is NaN, and NaN plus -1e30 too: `jnp.where` removes an unused slot's score and value"
     t.close(got, want, 1e-4, 1e-5, why, np.float32, mistakes)
 
 
@@ -717,6 +734,11 @@ for name, hint, fn in (
      attention_with(stable=False)),
     ("pages_interleaved", "You joined slots and pages in the wrong order. Token n is in slot n % S of page n // S, so "
      "all slots of the first page come first.", attention_with(order=False)),
+    ("nothing_by_nothing", "You mask with -inf, and a text of length 0 has nothing else: its softmax is 0 / 0, "
+     "which is NaN. Mask with -1e30, and set unseen weights to 0 after the softmax.",
+     attention_with(low=-jnp.inf, zeros=False)),
+    ("masked_with_zero", "Your masked scores are 0, and exp(0) is 1: unused slots get weight. Mask before the softmax "
+     "with -1e30.", attention_with(low=0.0, zeros=False)),
     ("average_of_nothing", "If every score is masked, softmax gives each slot the same weight. A text of length 0 "
      "gets "
      "zeros: set unseen weights to 0 after the softmax.", averages_nothing),
