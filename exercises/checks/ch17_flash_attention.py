@@ -1224,11 +1224,14 @@ def backward_args(t, G, T, H, dtype=jnp.float32, scale=1.0, block=8):
     )
     with np.errstate(over="ignore"):
         raw = np.exp(wide[0] @ wide[1].T / math.sqrt(H) - (top + np.log(size)))
+    past, at = np.tril(np.ones((T, T), bool)), np.arange(T) // block
+    diagonal, before = at[:, None] == at, at[:, None] < at
     for text, seen in {
-        "Queries before the keys count, and those after them don't: it's the other way round": np.triu(
-            np.ones((T, T))
-        ),
+        "Queries before the keys count, and those after them don't": past.T,
+        "Blocks of queries before the keys count, and those after them don't": before
+        | diagonal & past,
         "Queries before the keys count as well": np.ones((T, T)),
+        "In the blocks on the diagonal, queries before the keys count as well": diagonal | past,
     }.items():
         mistakes[text] = np.einsum("gts,gth->sh", np.where(seen, raw, 0), wide[3])
     mistakes["It has the wrong sign"] = -dk

@@ -1435,7 +1435,7 @@ def _(fn, t):
         is_even(t, fn, skewed_loads(t, 257, 64, skew), 64, 5)
 
 
-def spread(loads, devices, slots, start=None, pad=True, least=0):
+def spread(loads, devices, slots, start=None, pad=True, least=0, cuts=-1, rests=True):
     """The right answer, with what one gets wrong as arguments."""
     share = sum(loads) // devices
     left = [(load, expert) for expert, load in enumerate(loads)]
@@ -1449,10 +1449,11 @@ def spread(loads, devices, slots, start=None, pad=True, least=0):
         if not group:
             plan.append({})
             continue
-        *whole, (load, cut) = group
+        whole = list(group)
+        load, cut = whole.pop(cuts)
         part = min(load, max(least, share - sum(x for x, _ in whole)))
         plan.append({expert: x for x, expert in [*whole, (part, cut)] if expert >= 0})
-        left[begin : begin + slots] = [(load - part, cut)] if load > part else []
+        left[begin : begin + slots] = [(load - part, cut)] if load > part and rests else []
     return plan
 
 
@@ -1562,6 +1563,21 @@ def largest_first(loads, devices, slots, leftovers=True):
 )
 def largest_first_until_full(loads, devices, slots):
     return largest_first(loads, devices, slots, leftovers=False)
+
+
+@copies.mutant(
+    "You cut the smallest expert of a group. The others can hold more than a share without it. Cut the largest: "
+    "without it the group holds less than a share."
+)
+def cuts_the_smallest(loads, devices, slots):
+    return spread(loads, devices, slots, cuts=0, least=-sum(loads))
+
+
+@copies.mutant(
+    "What is left of the expert that you cut is lost. It goes back among the others, and other devices take it."
+)
+def rest_is_lost(loads, devices, slots):
+    return spread(loads, devices, slots, rests=False)
 
 
 @copies.mutant(

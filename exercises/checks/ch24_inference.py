@@ -53,7 +53,7 @@ def rates(t):
 
 def roofline_with(
     *, cache=True, each=True, overlap=True, never=True, rounds=math.ceil, moved=True, weight=2, work=2,
-    weights_each=False, context_once=False, tie="compute",
+    weights_each=False, context_once=False, tie="compute", bound_by_weights=False,
 ):  # fmt: skip
     def fn(params, token_bytes, context, texts, flops, bandwidth):
         compute = work * params * texts / flops
@@ -61,6 +61,8 @@ def roofline_with(
         tokens = (texts if each else 1) * context * token_bytes if cache else 0
         memory = (weight * params * (texts if weights_each else 1) + tokens) / bandwidth
         bound = tie if compute == memory else "compute" if compute > memory else "memory"
+        if bound_by_weights:
+            bound = "compute" if texts * bandwidth >= flops else "memory"
         slope = context * token_bytes / bandwidth if cache and each and moved else 0
         gain = work * params / flops - slope
         gain = gain if never else abs(gain)
@@ -91,9 +93,17 @@ def rooflines_agree(fn, t, args, why):
         ),
         "You read the weights alone, without the caches": max(weights, computed / flops),
         "You take the shorter of the two": min(read / bandwidth, computed / flops),
+        "A step computes one token of each text; you compute those of its context again": max(
+            read / bandwidth, context * computed / flops
+        ),
     }
     t.close(got[0], seconds, 1e-9, 0, f"seconds, {why}: {told}", mistakes=wrong)
-    t.equal(got[1], bound, why=f"what bounds it, {why}: {told}")
+    wrong = {}
+    if texts * bandwidth >= flops and bound == "memory":
+        wrong = {
+            "As many FLOPs per byte of the weights, but the caches are read as well": "compute"
+        }
+    t.equal(got[1], bound, why=f"what bounds it, {why}: {told}", mistakes=wrong)
     more = context * token_bytes / bandwidth, 2 * params / flops
     told = f"another text adds {more[0]:.3g} s of reading and {more[1]:.3g} s of computing"
     gain = more[1] - more[0]
@@ -111,21 +121,14 @@ def rooflines_agree(fn, t, args, why):
             "A token takes 2 FLOPs a parameter; 6 is for training": math.ceil(
                 weights / (3 * more[1] - more[0])
             ),
-            "Your ridge leaves the caches out": math.ceil(weights / more[1]),
+            "Your ridge leaves out the caches of the texts that it adds": math.ceil(
+                weights / more[1]
+            ),
             "You add the two; another text's reading is subtracted from its computing": math.ceil(
                 weights / (more[0] + more[1])
             ),
         }
     t.equal(got[2], ridge, why=f"the ridge, {why}: {told}", mistakes=wrong)
-
-
-@roofline.check("without a context")
-def _(fn, t):
-    params, token, flops, bandwidth = rates(t)
-    for texts in (1, 10_000):
-        rooflines_agree(
-            fn, t, (params, token, 0, texts, flops, bandwidth), f"{texts} texts and no context"
-        )
 
 
 @roofline.check("with a short context")
@@ -140,15 +143,38 @@ def _(fn, t):
             (params, token, context, texts, flops, bandwidth),
             f"{texts} texts, {context} tokens",
         )
+    # A context that halves the gain: the ridge is twice that of the weights, and these texts are between the two.
+    params, token, flops, bandwidth = rates(t)
+    context = int(params / flops * bandwidth / token)
+    texts = int(1.5 * flops / bandwidth)
+    rooflines_agree(
+        fn,
+        t,
+        (params, token, context, texts, flops, bandwidth),
+        f"{texts} texts, {context} tokens",
+    )
+
+
+@roofline.check("without a context")
+def _(fn, t):
+    params, token, flops, bandwidth = rates(t)
+    for texts in (1, 10_000):
+        rooflines_agree(
+            fn, t, (params, token, 0, texts, flops, bandwidth), f"{texts} texts and no context"
+        )
 
 
 @roofline.check("with a context so long that memory always bounds")
 def _(fn, t):
     params, token, flops, bandwidth = rates(t)
     context = int(2 * params / flops * bandwidth / token * 3) + 1
-    rooflines_agree(
-        fn, t, (params, token, context, 64, flops, bandwidth), f"64 texts, {context} tokens"
-    )
+    for texts in (64, 10**6):
+        rooflines_agree(
+            fn,
+            t,
+            (params, token, context, texts, flops, bandwidth),
+            f"{texts} texts, {context} tokens",
+        )
 
 
 @roofline.check("a tie")
@@ -176,6 +202,8 @@ for name, hint, options in (
     ("weights_of_each_text", "You read the weights once for each text. The step reads them once, for all.",
      {"weights_each": True}),
     ("one_token_of_context", "Each text's cache has `context` tokens. You read one.", {"context_once": True}),
+    ("bound_by_weights", "You compare the number of texts with FLOP/s over bytes/s. That's the ridge without caches: "
+     "compare the two times.", {"bound_by_weights": True}),
     ("a_tie_is_memory", "If both take equally long, the step is bound by compute.", {"tie": "memory"}),
 ):  # fmt: skip
     mistaken(roofline, name, hint, roofline_with(**options))
@@ -216,7 +244,9 @@ class Books:
     """The solution, with a mistake that is asked for."""
 
     copies, counts = True, True
-    early = greedy = always = forgets = leaks = shares = aliases = unguarded = frees_all = False
+    hasty = early = greedy = always = forgets = leaks = shares = aliases = unguarded = frees_all = (
+        False
+    )
 
     def __init__(self, pages, page_tokens):
         self.page_tokens, self.holders = page_tokens, [0] * pages
@@ -234,12 +264,13 @@ class Books:
             table = [*table, self.take()]
         elif slot and self.copies and self.holders[table[number]] > 1:
             copy_of = table[number]
+            self.holders[copy_of] -= self.hasty
             page = self.take()
             if self.aliases:
                 table[number] = page
             else:
                 table = [*table[:number], page]
-            if not self.leaks:
+            if not self.leaks and not self.hasty:
                 self.holders[copy_of] -= 1
         elif (
             self.always
@@ -368,6 +399,26 @@ def _(fn, t):
     )
 
 
+@page_allocator.check("a fork, and no page is free")
+def _(fn, t):
+    allocator = fn(1, 4)
+    allocator.append("a")
+    allocator.fork("a", "b")
+    t.raises(
+        MemoryError, allocator.append, "b", why="'b' needs a page of its own, and none is free"
+    )
+    why = (
+        "the page is still shared by 'a' and 'b': the append of 'b' that failed has changed nothing"
+    )
+    t.raises(MemoryError, allocator.append, "a", why=why)
+    allocator.free("b")
+    t.equal(
+        allocator.append("a"),
+        (allocator.table("a")[0], 1, None),
+        why="'a' after 'b' has ended, alone with its page",
+    )
+
+
 @page_allocator.check("a name that is used again")
 def _(fn, t):
     allocator, text = fn(4, 4), drawn_text(t)
@@ -493,6 +544,8 @@ for name, hint, changes in (
     ("counts_nothing", "`fork` hands pages to a second text without counting it as a holder.", {"counts": False}),
     ("changes_before_failing", "When no page is free the text has grown already. Take the page first, then write down "
      "what changed.", {"early": True}),
+    ("let_go_too_early", "You lower the count of the shared page before there is a new one. If none is free, the page "
+     "counts as one text's, who then writes into it. Take the new page first.", {"hasty": True}),
     ("one_page_early", "You take a page as soon as the last one is full. A text that ends there never needed it.",
      {"greedy": True}),
     ("unguarded", "You take a page from an empty list, which raises an IndexError. Raise MemoryError.",
@@ -1073,6 +1126,10 @@ def plans_agree(fn, t, running, waiting, free, S, budget, most, why):
     t.equal((running, waiting), given, why="the arguments after the call")
     want = right_plan(*given, free, S, budget, most)
     told = other_tokens(dict(tokens), want, running, waiting)
+    lacking = [x for x in running if x["length"] == x["computed"] + 1 > x["pages"] * S]
+    if want[1] and lacking:
+        told += f"; the first to need a page is {lacking[0]['name']!r}, which has {lacking[0]['pages']} of {S} tokens "
+        told += f"for its {lacking[0]['length']}"
     t.equal(dict(tokens), want[0], why=f"tokens of each text; {told}: {why}")
     told = ""
     roomy = [text for text in running if text["length"] <= text["pages"] * S]
@@ -1101,10 +1158,14 @@ def other_tokens(got, plan, running, waiting):
             told = f"{name!r}, which {doing}, computes {g}, want {w}"
             before = waiting[: waiting.index(text)] if text in waiting else []
             stuck = [other["name"] for other in before if other["name"] not in admitted]
-            if name in preempted:
+            if g < w and preempted:
+                told += f", with what {' and '.join(map(repr, preempted))} gives back"
+            elif name in preempted:
                 told += ", because it is preempted"
             elif text in waiting and preempted:
                 told += ", because this step preempts a text"
+            elif text in running and left == 1 and g > w:
+                told += ", because the budget is spent"
             elif stuck:
                 told += f", because {stuck[0]!r} before it can't begin"
             return told
@@ -1320,6 +1381,10 @@ def accepts(fn, t, draft, q, p, uniforms, why):
     told = f"token {max(got, default=0)} is not one of {V}; compare with uniforms[-1] times the cumulative sum's last"
     t.true(all(0 <= token < V for token in got), f"{told}: {why}", got)
     want = accept_with()(draft, q, p, uniforms)
+    if got != want and any(fn(list(draft), *map(np.array, copies)) != got for _ in range(9)):
+        why = (
+            f"the same arguments give other tokens the next time: draw with `uniforms` alone: {why}"
+        )
     if len(got) != len(want):
         told = f"{len(want) - 1} of {len(draft)} guesses are kept and a token is added"
         i = min(len(got), len(want)) - 1
@@ -1329,6 +1394,8 @@ def accepts(fn, t, draft, q, p, uniforms, why):
         passing = [x for i, x in enumerate(draft) if uniforms[i] * q[i, x] < p[i, x]]
         if len(got) == len(passing) + 1 and got[:-1] == passing != want[:-1]:
             told += "; nothing after the first guess that isn't kept counts"
+        elif len(want) <= len(draft) and got[: len(want)] == [*want[:-1], draft[len(want) - 1]]:
+            told += f"; guess {len(want) - 1} isn't kept, and yet it's in the result"
         t.equal(got, want, why=f"{told}: {why}")
     elif got[:-1] == want[:-1]:
         i, x = len(want) - 1, got[-1]
