@@ -101,7 +101,7 @@ def rooflines_agree(fn, t, args, why):
     wrong = {}
     if texts * bandwidth >= flops and bound == "memory":
         wrong = {
-            "As many FLOPs per byte of the weights, but the caches are read as well": "compute"
+            "With the weights alone it would be compute, but the caches are read as well": "compute"
         }
     t.equal(got[1], bound, why=f"what bounds it, {why}: {told}", mistakes=wrong)
     more = context * token_bytes / bandwidth, 2 * params / flops
@@ -1128,8 +1128,8 @@ def plans_agree(fn, t, running, waiting, free, S, budget, most, why):
     told = other_tokens(dict(tokens), want, running, waiting)
     lacking = [x for x in running if x["length"] == x["computed"] + 1 > x["pages"] * S]
     if want[1] and lacking:
-        told += f"; the first to need a page is {lacking[0]['name']!r}, which has {lacking[0]['pages']} of {S} tokens "
-        told += f"for its {lacking[0]['length']}"
+        told += f"; the first to need a page is {lacking[0]['name']!r}, which holds {lacking[0]['pages']} of {S} "
+        told += f"and has {lacking[0]['length']} tokens"
     t.equal(dict(tokens), want[0], why=f"tokens of each text; {told}: {why}")
     told = ""
     roomy = [text for text in running if text["length"] <= text["pages"] * S]
@@ -1159,7 +1159,7 @@ def other_tokens(got, plan, running, waiting):
             before = waiting[: waiting.index(text)] if text in waiting else []
             stuck = [other["name"] for other in before if other["name"] not in admitted]
             if g < w and preempted:
-                told += f", with what {' and '.join(map(repr, preempted))} gives back"
+                told += f": preempt {' and '.join(map(repr, preempted))}, and there are pages"
             elif name in preempted:
                 told += ", because it is preempted"
             elif text in waiting and preempted:
