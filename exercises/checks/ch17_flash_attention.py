@@ -1476,7 +1476,7 @@ def soft_without(logits, values):
 @sinks.check("values")
 def _(fn, t):
     logits, values = numbers(t, 2, 3, 4, 5), numbers(t, 5, 6)
-    extra = numbers(t, 4)
+    extra = numbers(t, 4).at[0].set(4.0)  # above most logsumexps
     got = fn(*soft_without(logits, values), extra)
     t.equal(len(got), 2, why="how many results")
     want = soft_with_sinks(logits, values, extra)
@@ -1486,6 +1486,10 @@ def _(fn, t):
         "That is the output as it was": out,
         "It is multiplied by exp(-sink): the new logsumexp is not the sum of both": out
         / np.exp(extra)[:, None],
+        "It is multiplied by 1 / (1 + exp(sink)): the sink stands beside exp(lse), not beside 1": out
+        / (1 + np.exp(extra))[:, None],
+        "It is multiplied by exp(lse - new), but new is only the larger of the two": out
+        * np.exp(lse - np.maximum(lse, extra))[..., None],
         "It is divided by the keys' share, not multiplied": out / (1 - sink)[..., None],
         "It is multiplied by the square of the keys' share": out * ((1 - sink) ** 2)[..., None],
         "The sink has a value of 1: it should have none": want[0] + sink[..., None],
@@ -1493,6 +1497,7 @@ def _(fn, t):
     why = "the output, for logits near 0"
     t.close(got[0], want[0], 1e-4, 1e-5, why, np.float32, mistakes)
     mistakes = {
+        "That is the logsumexp as it was": lse,
         "That is the sum of both logarithms: the numbers that they belong to are added": lse
         + extra,
         "That is the larger of the two": np.maximum(lse, extra),
@@ -1557,7 +1562,8 @@ def _(fn, t):
     t.close(got[0][0, 0], jnp.zeros((3, 4)), 0, 0, "outputs of a query that saw no key")
     t.close(got[0][0, 1, 1:], out[0, 1, 1:], 1e-6, 0, "outputs of heads whose sink is -inf")
     why = "logsumexp of a query that saw no key: the sink, and -inf without one"
-    t.close(got[1][0, 0], extra, 1e-6, 0, why)
+    mistakes = {"It stays -inf even with a sink": jnp.full(3, -jnp.inf)}
+    t.close(got[1][0, 0], extra, 1e-6, 0, why, mistakes=mistakes)
     for number, name in enumerate(("output", "logsumexp")):
         grads = jax.grad(lambda *a, n=number: jnp.sum(fn(*a)[n]), (0, 1, 2))(out, lse, extra)
         why = (
