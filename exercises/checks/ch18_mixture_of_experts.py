@@ -65,6 +65,9 @@ def routes(fn, t, why, logits, k, kind, normalize, bias=None):
     lowest = np.argsort(scores_of(plain, kind) + (0 if bias is None else bias), axis=-1)[:, :k]
     mistakes = {
         "Those have the lowest scores: the highest are chosen": lowest.tolist(),
+        "They are chosen by scores times the bias: add it": np.argsort(
+            -scores * (1 if bias is None else bias), axis=-1, kind="stable"
+        )[:, :k].tolist(),
         "Those are chosen without the bias": routed(plain, k, kind, normalize)[0].tolist(),
         "They are sorted by number: the best comes first": np.sort(want_experts).tolist(),
     }

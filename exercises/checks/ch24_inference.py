@@ -647,14 +647,24 @@ def attends(fn, t, why, *args):
     }
     told = np.asarray(got, np.float64)
     if told.shape == want.shape:
-        zeros = {
-            "Scores of slots that don't exist are 0, so exp gives them a weight of 1: they need -inf": 0.0,
-            "Unused slots are seen": None,
-        }
-        full = np.full_like(lengths, table.shape[1] * k.shape[1])
-        with np.errstate(all="ignore"):
-            for text, score in zeros.items():
-                mistakes[text] = attention_by_hand(q, k, v, table, full, lengths, score)
+        S, longest = k.shape[1], table.shape[1] * k.shape[1]
+        if np.isfinite(told).all():
+            with np.errstate(all="ignore"):
+                seen = "Slots beyond a text's length have a weight: their scores are 0 there, or not masked"
+                full = np.full_like(lengths, longest)
+                mistakes[seen] = attention_by_hand(q, k, v, table, full, lengths, 0.0)
+                whole = -(-lengths // S) * S
+                seen = "All slots of a text's pages are seen: the last one may not be full"
+                mistakes[seen] = attention_by_hand(q, k, v, table, whole)
+            seen = "Every weight is 1: the softmax is over another dimension than the tokens"
+            mistakes[seen] = np.stack(
+                [
+                    np.repeat(
+                        v[pages].reshape(longest, *v.shape[2:])[:length].sum(0), N // v.shape[2], 0
+                    )
+                    for pages, length in zip(table, lengths, strict=True)
+                ]
+            )
         empty = np.asarray(lengths) == 0
         if empty.any() and np.isnan(told[empty]).any():
             why += ". A softmax of nothing but -inf is 0 / 0: for a text of length 0 there is nothing to divide"
