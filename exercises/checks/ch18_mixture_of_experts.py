@@ -60,15 +60,22 @@ def routes(fn, t, why, logits, k, kind, normalize, bias=None):
     experts, weights = fn(logits, k, kind, normalize, given)
     plain, other = np.asarray(logits, np.float32), "sigmoid" if kind == "softmax" else "softmax"
     want_experts, want_weights = routed(plain, k, kind, normalize, bias)
+    scores = scores_of(plain, kind)
+    want_scores = np.take_along_axis(scores, want_experts, -1)
     lowest = np.argsort(scores_of(plain, kind) + (0 if bias is None else bias), axis=-1)[:, :k]
     mistakes = {
         "Those have the lowest scores: the highest are chosen": lowest.tolist(),
+        "They are chosen by scores times the bias: add it": np.argsort(
+            -scores * (1 if bias is None else bias), axis=-1, kind="stable"
+        )[:, :k].tolist(),
         "Those are chosen without the bias": routed(plain, k, kind, normalize)[0].tolist(),
         "They are sorted by number: the best comes first": np.sort(want_experts).tolist(),
     }
     t.equal(str(experts.dtype), "int32", why=f"type of the experts, the first result: {why}")
-    got = np.asarray(experts).tolist()
-    t.equal(got, want_experts.tolist(), why=f"experts: {why}", mistakes=mistakes)
+    got, told = np.asarray(experts).tolist(), f"experts: {why}"
+    if np.abs(plain).max() > 88:
+        told, mistakes = f"{told}, of which exp is more than float32 can hold", {}
+    t.equal(got, want_experts.tolist(), why=told, mistakes=mistakes)
     chosen = np.take_along_axis(plain, want_experts, -1)
     sums = np.asarray(weights, np.float64).sum(-1)
     if normalize:
@@ -78,7 +85,10 @@ def routes(fn, t, why, logits, k, kind, normalize, bias=None):
         f"Those are a {other}'s, normalised": routed(plain, k, other, True, bias)[1],
         "Those are the chosen logits, not their scores": chosen,
         "They are divided by their sum though `normalize` is false": routed(plain, k, kind, True, bias)[1],
-        "They are not divided by their sum though `normalize` is true": routed(plain, k, kind, False, bias)[1],
+        "They are not divided by their own sum though `normalize` is true": routed(plain, k, kind, False, bias)[1],
+        "They are divided by the sum of all E scores, not by that of the k chosen": want_scores / scores.sum(
+            -1, keepdims=True
+        ),
         "Those are a softmax of the chosen scores: divide the scores by their sum": scores_of(
             np.take_along_axis(scores_of(plain, kind), want_experts, -1), "softmax"
         ),
@@ -246,6 +256,17 @@ def with_an_epsilon(logits, k, kind, normalize, bias=None):
     experts, weights = right_router(logits, k, kind, False, bias)
     total = jnp.sum(weights, axis=-1, keepdims=True) + 1e-6
     return experts, weights / total if normalize else weights
+
+
+@router.mutant(
+    "With `normalize` you divide by the sum of all E scores. For a softmax that's 1, so nothing changes. Divide by the "
+    "sum of the k chosen ones."
+)
+def divided_by_all_scores(logits, k, kind, normalize, bias=None):
+    experts, weights = right_router(logits, k, kind, False, bias)
+    if normalize and kind == "sigmoid":
+        weights = weights / jnp.sum(jax.nn.sigmoid(logits.astype(jnp.float32)), -1, keepdims=True)
+    return experts, weights
 
 
 @router.mutant(
@@ -736,7 +757,11 @@ def other_losses(logits, k, mask):
     hits = np.eye(E)[np.argsort(-logits, axis=1, kind="stable")[:, :k]].sum(1)
     chosen = p * hits / (p * hits).sum(1, keepdims=True)
     f, P_E = (hits * m).sum(0) / n / k, (p * m).sum(0) / n
+    flat_f, flat_P = np.where(m, hits, np.arange(E) < k), np.where(m, p, 1 / E)
+    flat = "Logits of tokens that don't count are 0, and so they choose experts 0 to k - 1: leave them out"
     return {
+        f"{flat} of f and P": E * (flat_f.sum(0) / n / k) @ (flat_P.sum(0) / n),
+        f"{flat} of f and P, and of the number of tokens": E * (flat_f.mean(0) / k) @ flat_P.mean(0),
         "f includes tokens that don't count": E * (hits.mean(0) / k) @ P_E,
         "f adds tokens that don't count, and is divided by those that do": E * (hits.sum(0) / n / k) @ P_E,
         "P includes tokens that don't count": E * f @ p.mean(0),
@@ -1312,14 +1337,24 @@ def is_even(t, fn, loads, devices, slots):
     known = [expert for expert in experts if expert in range(len(loads))]
     t.equal(experts, known, why=f"{case}: keys of the dicts; some are no expert's number")
     counts = [tokens for device in plan for tokens in device.values()]
-    whole = all(isinstance(tokens, int | np.integer) for tokens in counts)
-    t.true(whole, f"{case}: tokens are ints", [str(type(tokens)) for tokens in counts[:20]])
-    t.true(all(tokens >= 0 for tokens in counts), f"{case}: no device gets less than 0", counts)
+    kinds = [type(tokens) for tokens in counts if not isinstance(tokens, int | np.integer)]
+    why = f"{case}: tokens are whole, ints; there is a {kinds[0].__name__}" if kinds else ""
+    t.true(not kinds, why, [str(type(tokens)) for tokens in counts[:20]])
+    least = min(counts, default=0)
+    why = f"{case}: a device gets {least} tokens of an expert, because it is given more than a share of the others"
+    t.true(least >= 0, why, counts)
     got = [sum(device.get(expert, 0) for device in plan) for expert in range(len(loads))]
     why = f"{case}: each expert's tokens on all devices"
     lost = sum(loads) - sum(got)
     if lost:
         why += f"; {lost} tokens go nowhere" if lost > 0 else f"; {-lost} tokens are made up"
+        share, empty = sum(loads) // devices, [slots - len(device) for device in plan]
+        full = [
+            d for d, device in enumerate(plan) if sum(device.values()) >= share and empty[d] > 0
+        ]
+        less = [d for d, device in enumerate(plan) if sum(device.values()) < share and not empty[d]]
+        if lost > 0 and full and less:
+            why += f". Device {full[0]} has its share of tokens and an empty slot, device {less[0]} the other way round"
     mistakes = {
         "Of a load that isn't a multiple of `devices`, the remainder is lost": [
             x // devices * devices for x in loads
@@ -1403,7 +1438,7 @@ def _(fn, t):
         is_even(t, fn, skewed_loads(t, 257, 64, skew), 64, 5)
 
 
-def spread(loads, devices, slots, start=None, pad=True):
+def spread(loads, devices, slots, start=None, pad=True, least=0, cuts=-1, rests=True):
     """The right answer, with what one gets wrong as arguments."""
     share = sum(loads) // devices
     left = [(load, expert) for expert, load in enumerate(loads)]
@@ -1417,10 +1452,11 @@ def spread(loads, devices, slots, start=None, pad=True):
         if not group:
             plan.append({})
             continue
-        *whole, (load, cut) = group
-        part = min(load, max(0, share - sum(x for x, _ in whole)))
+        whole = list(group)
+        load, cut = whole.pop(cuts)
+        part = min(load, max(least, share - sum(x for x, _ in whole)))
         plan.append({expert: x for x, expert in [*whole, (part, cut)] if expert >= 0})
-        left[begin : begin + slots] = [(load - part, cut)] if load > part else []
+        left[begin : begin + slots] = [(load - part, cut)] if load > part and rests else []
     return plan
 
 
@@ -1504,7 +1540,7 @@ def smallest_neighbours(loads, devices, slots):
     "You fill a device with the largest experts. Often one of them is enough, so the slots stay empty that the small "
     "experts need later: each device has to finish `slots - 1` experts."
 )
-def largest_first(loads, devices, slots):
+def largest_first(loads, devices, slots, leftovers=True):
     share = sum(loads) // devices
     left = dict(enumerate(loads))
     plan = []
@@ -1518,10 +1554,33 @@ def largest_first(loads, devices, slots):
             if not left[expert]:
                 del left[expert]
         plan.append(device)
-    for expert, load in left.items():  # the leftovers
+    for expert, load in left.items() if leftovers else ():
         device = min(plan, key=len)
         device[expert] = device.get(expert, 0) + load
     return plan
+
+
+@copies.mutant(
+    "You fill a device with the largest experts, and in the end some have no place. Often one large expert is enough "
+    "for a share, so slots stay empty that the small experts need: each device has to finish `slots - 1` experts."
+)
+def largest_first_until_full(loads, devices, slots):
+    return largest_first(loads, devices, slots, leftovers=False)
+
+
+@copies.mutant(
+    "You cut the smallest expert of a group. The others can hold more than a share without it. Cut the largest: "
+    "without it the group holds less than a share."
+)
+def cuts_the_smallest(loads, devices, slots):
+    return spread(loads, devices, slots, cuts=0, least=-sum(loads))
+
+
+@copies.mutant(
+    "What is left of the expert that you cut is lost. It goes back among the others, and other devices take it."
+)
+def rest_is_lost(loads, devices, slots):
+    return spread(loads, devices, slots, rests=False)
 
 
 @copies.mutant(
@@ -1580,6 +1639,14 @@ def idle_forgotten(loads, devices, slots):
 )
 def no_empty_experts(loads, devices, slots):
     return spread(loads, devices, slots, pad=False)
+
+
+@copies.mutant(
+    "A group of `slots` neighbours holds more than a share without its largest, which gets what is left: less than 0. "
+    "With fewer experts than slots there is no smaller group to begin with. Fill the order up with empty experts."
+)
+def less_than_nothing(loads, devices, slots):
+    return spread(loads, devices, slots, pad=False, least=-sum(loads))
 
 
 @copies.mutant(

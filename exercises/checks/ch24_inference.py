@@ -53,7 +53,7 @@ def rates(t):
 
 def roofline_with(
     *, cache=True, each=True, overlap=True, never=True, rounds=math.ceil, moved=True, weight=2, work=2,
-    weights_each=False, context_once=False, tie="compute",
+    weights_each=False, context_once=False, tie="compute", bound_by_weights=False,
 ):  # fmt: skip
     def fn(params, token_bytes, context, texts, flops, bandwidth):
         compute = work * params * texts / flops
@@ -61,6 +61,8 @@ def roofline_with(
         tokens = (texts if each else 1) * context * token_bytes if cache else 0
         memory = (weight * params * (texts if weights_each else 1) + tokens) / bandwidth
         bound = tie if compute == memory else "compute" if compute > memory else "memory"
+        if bound_by_weights:
+            bound = "compute" if texts * bandwidth >= flops else "memory"
         slope = context * token_bytes / bandwidth if cache and each and moved else 0
         gain = work * params / flops - slope
         gain = gain if never else abs(gain)
@@ -91,9 +93,17 @@ def rooflines_agree(fn, t, args, why):
         ),
         "You read the weights alone, without the caches": max(weights, computed / flops),
         "You take the shorter of the two": min(read / bandwidth, computed / flops),
+        "A step computes one token of each text; you compute those of its context again": max(
+            read / bandwidth, context * computed / flops
+        ),
     }
     t.close(got[0], seconds, 1e-9, 0, f"seconds, {why}: {told}", mistakes=wrong)
-    t.equal(got[1], bound, why=f"what bounds it, {why}: {told}")
+    wrong = {}
+    if texts * bandwidth >= flops and bound == "memory":
+        wrong = {
+            "With the weights alone it would be compute, but the caches are read as well": "compute"
+        }
+    t.equal(got[1], bound, why=f"what bounds it, {why}: {told}", mistakes=wrong)
     more = context * token_bytes / bandwidth, 2 * params / flops
     told = f"another text adds {more[0]:.3g} s of reading and {more[1]:.3g} s of computing"
     gain = more[1] - more[0]
@@ -111,21 +121,14 @@ def rooflines_agree(fn, t, args, why):
             "A token takes 2 FLOPs a parameter; 6 is for training": math.ceil(
                 weights / (3 * more[1] - more[0])
             ),
-            "Your ridge leaves the caches out": math.ceil(weights / more[1]),
+            "Your ridge leaves out the caches of the texts that it adds": math.ceil(
+                weights / more[1]
+            ),
             "You add the two; another text's reading is subtracted from its computing": math.ceil(
                 weights / (more[0] + more[1])
             ),
         }
     t.equal(got[2], ridge, why=f"the ridge, {why}: {told}", mistakes=wrong)
-
-
-@roofline.check("without a context")
-def _(fn, t):
-    params, token, flops, bandwidth = rates(t)
-    for texts in (1, 10_000):
-        rooflines_agree(
-            fn, t, (params, token, 0, texts, flops, bandwidth), f"{texts} texts and no context"
-        )
 
 
 @roofline.check("with a short context")
@@ -140,15 +143,38 @@ def _(fn, t):
             (params, token, context, texts, flops, bandwidth),
             f"{texts} texts, {context} tokens",
         )
+    # A context that halves the gain: the ridge is twice that of the weights, and these texts are between the two.
+    params, token, flops, bandwidth = rates(t)
+    context = int(params / flops * bandwidth / token)
+    texts = int(1.5 * flops / bandwidth)
+    rooflines_agree(
+        fn,
+        t,
+        (params, token, context, texts, flops, bandwidth),
+        f"{texts} texts, {context} tokens",
+    )
+
+
+@roofline.check("without a context")
+def _(fn, t):
+    params, token, flops, bandwidth = rates(t)
+    for texts in (1, 10_000):
+        rooflines_agree(
+            fn, t, (params, token, 0, texts, flops, bandwidth), f"{texts} texts and no context"
+        )
 
 
 @roofline.check("with a context so long that memory always bounds")
 def _(fn, t):
     params, token, flops, bandwidth = rates(t)
     context = int(2 * params / flops * bandwidth / token * 3) + 1
-    rooflines_agree(
-        fn, t, (params, token, context, 64, flops, bandwidth), f"64 texts, {context} tokens"
-    )
+    for texts in (64, 10**6):
+        rooflines_agree(
+            fn,
+            t,
+            (params, token, context, texts, flops, bandwidth),
+            f"{texts} texts, {context} tokens",
+        )
 
 
 @roofline.check("a tie")
@@ -176,6 +202,8 @@ for name, hint, options in (
     ("weights_of_each_text", "You read the weights once for each text. The step reads them once, for all.",
      {"weights_each": True}),
     ("one_token_of_context", "Each text's cache has `context` tokens. You read one.", {"context_once": True}),
+    ("bound_by_weights", "You compare the number of texts with FLOP/s over bytes/s. That's the ridge without caches: "
+     "compare the two times.", {"bound_by_weights": True}),
     ("a_tie_is_memory", "If both take equally long, the step is bound by compute.", {"tie": "memory"}),
 ):  # fmt: skip
     mistaken(roofline, name, hint, roofline_with(**options))
@@ -216,7 +244,9 @@ class Books:
     """The solution, with a mistake that is asked for."""
 
     copies, counts = True, True
-    early = greedy = always = forgets = leaks = shares = aliases = unguarded = frees_all = False
+    hasty = early = greedy = always = forgets = leaks = shares = aliases = unguarded = frees_all = (
+        False
+    )
 
     def __init__(self, pages, page_tokens):
         self.page_tokens, self.holders = page_tokens, [0] * pages
@@ -234,12 +264,13 @@ class Books:
             table = [*table, self.take()]
         elif slot and self.copies and self.holders[table[number]] > 1:
             copy_of = table[number]
+            self.holders[copy_of] -= self.hasty
             page = self.take()
             if self.aliases:
                 table[number] = page
             else:
                 table = [*table[:number], page]
-            if not self.leaks:
+            if not self.leaks and not self.hasty:
                 self.holders[copy_of] -= 1
         elif (
             self.always
@@ -368,6 +399,26 @@ def _(fn, t):
     )
 
 
+@page_allocator.check("a fork, and no page is free")
+def _(fn, t):
+    allocator = fn(1, 4)
+    allocator.append("a")
+    allocator.fork("a", "b")
+    t.raises(
+        MemoryError, allocator.append, "b", why="'b' needs a page of its own, and none is free"
+    )
+    why = (
+        "the page is still shared by 'a' and 'b': the append of 'b' that failed has changed nothing"
+    )
+    t.raises(MemoryError, allocator.append, "a", why=why)
+    allocator.free("b")
+    t.equal(
+        allocator.append("a"),
+        (allocator.table("a")[0], 1, None),
+        why="'a' after 'b' has ended, alone with its page",
+    )
+
+
 @page_allocator.check("a name that is used again")
 def _(fn, t):
     allocator, text = fn(4, 4), drawn_text(t)
@@ -493,6 +544,8 @@ for name, hint, changes in (
     ("counts_nothing", "`fork` hands pages to a second text without counting it as a holder.", {"counts": False}),
     ("changes_before_failing", "When no page is free the text has grown already. Take the page first, then write down "
      "what changed.", {"early": True}),
+    ("let_go_too_early", "You lower the count of the shared page before there is a new one. If none is free, the page "
+     "counts as one text's, who then writes into it. Take the new page first.", {"hasty": True}),
     ("one_page_early", "You take a page as soon as the last one is full. A text that ends there never needed it.",
      {"greedy": True}),
     ("unguarded", "You take a page from an empty list, which raises an IndexError. Raise MemoryError.",
@@ -543,8 +596,8 @@ the text's own keys, which are scattered over pages.
 )  # fmt: skip
 
 
-def attention_by_hand(q, k, v, table, lengths):
-    """Text by text, head by head, in float64."""
+def attention_by_hand(q, k, v, table, lengths, real=None, score=None):
+    """Text by text, head by head, in float64; slots from `real` on have the given score, if any."""
     (B, N, H), (_, S, K, _) = q.shape, k.shape
     out = np.zeros((B, N, H))
     for b in range(B):
@@ -553,6 +606,8 @@ def attention_by_hand(q, k, v, table, lengths):
         for head in range(N if len(n) else 0):
             keys, values = (x[pages, slots, head // (N // K)].astype(np.float64) for x in (k, v))
             scores = keys @ q[b, head].astype(np.float64) / math.sqrt(H)
+            if score is not None:
+                scores[real[b] :] = score
             weights = np.exp(scores - scores.max())
             out[b, head] = weights / weights.sum() @ values
     return out
@@ -590,6 +645,31 @@ def attends(fn, t, why, *args):
         }.items()
         if not math.isclose(by, math.sqrt(H))
     }
+    told = np.asarray(got, np.float64)
+    if told.shape == want.shape:
+        S, longest = k.shape[1], table.shape[1] * k.shape[1]
+        if np.isfinite(told).all():
+            with np.errstate(all="ignore"):
+                seen = "Slots beyond a text's length have a weight: their scores are 0 there, or not masked"
+                full = np.full_like(lengths, longest)
+                mistakes[seen] = attention_by_hand(q, k, v, table, full, lengths, 0.0)
+                whole = -(-lengths // S) * S
+                seen = "All slots of a text's pages are seen: the last one may not be full"
+                mistakes[seen] = attention_by_hand(q, k, v, table, whole)
+            seen = "Every weight is 1: the softmax is over another dimension than the tokens"
+            mistakes[seen] = np.stack(
+                [
+                    np.repeat(
+                        v[pages].reshape(longest, *v.shape[2:])[:length].sum(0), N // v.shape[2], 0
+                    )
+                    for pages, length in zip(table, lengths, strict=True)
+                ]
+            )
+        empty = np.asarray(lengths) == 0
+        if empty.any() and np.isnan(told[empty]).any():
+            why += ". A softmax of nothing but -inf is 0 / 0: for a text of length 0 there is nothing to divide"
+        elif np.isnan(told).any() and not np.isfinite(k).all() and np.abs(q).max() < 100:
+            why += ". 0 times NaN is NaN, and NaN plus -1e30 too: `jnp.where` removes an unused slot's score and value"
     t.close(got, want, 1e-4, 1e-5, why, np.float32, mistakes)
 
 
@@ -717,6 +797,11 @@ for name, hint, fn in (
      attention_with(stable=False)),
     ("pages_interleaved", "You joined slots and pages in the wrong order. Token n is in slot n % S of page n // S, so "
      "all slots of the first page come first.", attention_with(order=False)),
+    ("nothing_by_nothing", "You mask with -inf, and a text of length 0 has nothing else: its softmax is 0 / 0, "
+     "which is NaN. Mask with -1e30, and set unseen weights to 0 after the softmax.",
+     attention_with(low=-jnp.inf, zeros=False)),
+    ("masked_with_zero", "Your masked scores are 0, and exp(0) is 1: unused slots get weight. Mask before the softmax "
+     "with -1e30.", attention_with(low=0.0, zeros=False)),
     ("average_of_nothing", "If every score is masked, softmax gives each slot the same weight. A text of length 0 "
      "gets "
      "zeros: set unseen weights to 0 after the softmax.", averages_nothing),
@@ -865,10 +950,12 @@ def _(fn, t):
     keys = np.array([list(key) for key in keys_of(fn, t, drawn_tokens(t, 1601), 4)])
     different = [len(np.unique(column)) for column in keys.T]
     dull = [n for n, count in enumerate(different) if count < 100]
-    told = (
-        f"byte {dull[:1]} of 400 keys has {min(different)} values: this is no cryptographic digest"
-    )
-    t.true(not dull, told, different)
+    if dull:
+        told = (
+            f"byte {dull[0]} of 400 keys has {different[dull[0]]} different values, and {len(dull)} bytes have fewer "
+            "than 100: this is no digest of SHA-256. Python's `hash`, for instance, fills only 8 bytes"
+        )
+    t.true(not dull, told if dull else "", different)
 
 
 @prefix_keys.check("a long prompt")
@@ -1048,15 +1135,25 @@ def plans_agree(fn, t, running, waiting, free, S, budget, most, why):
     tokens, preempted, admitted = fn(running, waiting, free, S, budget, most)
     t.equal((running, waiting), given, why="the arguments after the call")
     want = right_plan(*given, free, S, budget, most)
-    told = other_tokens(dict(tokens), want[0], running, waiting)
+    told = other_tokens(dict(tokens), want, running, waiting)
+    lacking = [x for x in running if x["length"] == x["computed"] + 1 > x["pages"] * S]
+    if want[1] and lacking:
+        told += f"; the first to need a page is {lacking[0]['name']!r}, which holds {lacking[0]['pages']} of {S} "
+        told += f"and has {lacking[0]['length']} tokens"
     t.equal(dict(tokens), want[0], why=f"tokens of each text; {told}: {why}")
-    told = "; no text lacks a page" if list(preempted) and not want[1] else ""
+    told = ""
+    roomy = [text for text in running if text["length"] <= text["pages"] * S]
+    if list(preempted) and not want[1]:
+        told = "; no text lacks a page"
+        for text in roomy[:1]:
+            told += f": {text['name']!r} has pages for {text['pages'] * S} tokens and needs them for {text['length']}"
     t.equal(list(preempted), want[1], why=f"texts that are preempted{told}, {why}")
     t.equal(list(admitted), want[2], why=f"texts that begin, {why}")
 
 
-def other_tokens(got, want, running, waiting):
-    """The first text that computes another number of tokens than it should, and what it is doing."""
+def other_tokens(got, plan, running, waiting):
+    """The first text that computes another number of tokens than it should, what it is doing, and why it shouldn't."""
+    want, preempted, admitted = plan
     for text in [*running, *waiting]:
         name, left = text["name"], text["length"] - text.get("computed", 0)
         g, w = got.get(name, 0), want.get(name, 0)
@@ -1068,7 +1165,20 @@ def other_tokens(got, want, running, waiting):
             rest = f"as many of its {left} tokens as {limit}"
             return f"{name!r}, which {doing}, computes {g}, want {w}, {rest}"
         if g != w:
-            return f"{name!r}, which {doing}, computes {g}, want {w}"
+            told = f"{name!r}, which {doing}, computes {g}, want {w}"
+            before = waiting[: waiting.index(text)] if text in waiting else []
+            stuck = [other["name"] for other in before if other["name"] not in admitted]
+            if g < w and preempted:
+                told += f": preempt {' and '.join(map(repr, preempted))}, and there are pages"
+            elif name in preempted:
+                told += ", because it is preempted"
+            elif text in waiting and preempted:
+                told += ", because this step preempts a text"
+            elif text in running and left == 1 and g > w:
+                told += ", because the budget is spent"
+            elif stuck:
+                told += f", because {stuck[0]!r} before it can't begin"
+            return told
         if name in got and name not in want:
             return f"{name!r} computes nothing, so it isn't in the result"
     return "no others"
@@ -1204,8 +1314,8 @@ them at once. Write `accept(draft, q_kV, p_kV, uniforms)`, which says what the l
 Whatever the small model guesses, the tokens are distributed exactly as if the large model had drawn them alone.
 """,
     hints=(
-        "Why can't the token that replaces a rejected guess come from p itself? Try it with two tokens, q = (0.9, "
-        "0.1) and p = (0.5, 0.5): how often does each come out?",
+        "Three things decide: which guesses are kept, which probabilities the added token is drawn from, and how it is "
+        "drawn. Take them one at a time, and begin with k = 0, where only the third is left.",
         "`np.maximum(p_kV[i] - q_kV[i], 0)` is the part of each token's probability that guesses don't provide. Its "
         "sum is below 1, so the number that you compare cumulative sums with is `uniforms[-1] * sum`.",
         "`for ... else` runs the `else` part when no guess was rejected. `np.searchsorted(np.cumsum(rest), u, "
@@ -1218,6 +1328,8 @@ def accept_with(
     *,
     residual=True,
     normal=True,
+    cut=True,
+    last=True,
     ratio=True,
     bonus=True,
     stops=True,
@@ -1242,7 +1354,7 @@ def accept_with(
                 tokens.append(int(token))
                 continue
             if rest is None:
-                rest = np.maximum(p[i + row] - q[i], 0) if residual else p[i]
+                rest = np.maximum(p[i + row] - q[i], 0 if cut else -1) if residual else p[i]
                 rest = rest if positive else np.abs(p[i] - q[i])
                 rest = np.maximum(q[i] - p[i], 0) if turned else rest
             if stops:
@@ -1250,7 +1362,7 @@ def accept_with(
         if rest is None:
             if not bonus:
                 return tokens
-            rest = p[len(draft)]
+            rest = p[len(draft) if last else len(draft) - 1]
         through = np.cumsum(rest, dtype=np.float64)
         total = through[-1] if normal else 1.0
         u = uniforms[len(tokens) if uniform == "reused" else -1]
@@ -1279,6 +1391,10 @@ def accepts(fn, t, draft, q, p, uniforms, why):
     told = f"token {max(got, default=0)} is not one of {V}; compare with uniforms[-1] times the cumulative sum's last"
     t.true(all(0 <= token < V for token in got), f"{told}: {why}", got)
     want = accept_with()(draft, q, p, uniforms)
+    if got != want and any(fn(list(draft), *map(np.array, copies)) != got for _ in range(9)):
+        why = (
+            f"the same arguments give other tokens the next time: draw with `uniforms` alone: {why}"
+        )
     if len(got) != len(want):
         told = f"{len(want) - 1} of {len(draft)} guesses are kept and a token is added"
         i = min(len(got), len(want)) - 1
@@ -1288,11 +1404,14 @@ def accepts(fn, t, draft, q, p, uniforms, why):
         passing = [x for i, x in enumerate(draft) if uniforms[i] * q[i, x] < p[i, x]]
         if len(got) == len(passing) + 1 and got[:-1] == passing != want[:-1]:
             told += "; nothing after the first guess that isn't kept counts"
+        elif len(want) <= len(draft) and got[: len(want)] == [*want[:-1], draft[len(want) - 1]]:
+            told += f"; guess {len(want) - 1} isn't kept, and yet it's in the result"
         t.equal(got, want, why=f"{told}: {why}")
     elif got[:-1] == want[:-1]:
-        row = (
-            "the last row of p" if len(want) > len(draft) else f"row {len(want) - 1} of both models"
-        )
+        i, x = len(want) - 1, got[-1]
+        row = "the last row of p" if i == len(draft) else f"row {i} of both models"
+        if i < len(draft) and p[i, x] <= q[i, x]:
+            row += f". Token {x} has p = {p[i, x]:.3g} and q = {q[i, x]:.3g} there: the positive part of p - q is 0"
         t.equal(
             got,
             want,
@@ -1379,6 +1498,10 @@ for name, hint, options in (
     ("draws_from_p", "After a rejection you draw from p. Tokens that q guesses too seldom then get too little, "
      "and those that it guesses too often are given a second chance. Draw from the positive part of p - q.",
      {"residual": False}),
+    ("not_cut", "You draw from p - q as it is. Where q is larger it is below 0, and the cumulative sum falls: set "
+     "those to 0 first.", {"cut": False}),
+    ("row_before_the_last", "When all guesses are kept you draw from the row that judged the last of them. p_kV has "
+     "one more, for the token that comes after.", {"last": False}),
     ("not_divided", "The positive part of p - q doesn't sum to 1. Compare the cumulative sum with uniforms[-1] "
      "times its "
      "sum.", {"normal": False}),
