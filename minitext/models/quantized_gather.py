@@ -9,12 +9,13 @@ don't depend on the mesh.
 Chapters: 25.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 from jax.sharding import PartitionSpec
 
-from minitext.models.quantization import quantize
+from minitext.models.quantization import FORMATS, absmax_scale, quantize
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -48,3 +49,35 @@ def _backward(_dimension, spec, _dtype, w, grad):
 
 
 gather.defvjp(_forward, _backward)
+
+
+def gather_part(
+    whole: Callable[[jax.Array], jax.Array],
+    w: jax.Array,
+    axes: tuple[str, ...],
+    *,
+    features: int,
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
+    """Does the same within a `shard_map`, for a stack of experts' weights, each with scales of its own.
+
+    Args:
+      whole: gathers an array of w's rank from the parts that devices store; it is linear.
+      w: the part that this device stores, float32.
+      axes: mesh axes that split the features.
+      features: the dimension of the features, which share a scale.
+      dtype: of the result.
+    """
+
+    @jax.custom_vjp
+    def sent(w):
+        scale = absmax_scale(w, FORMATS["int8"].limit, [features])
+        q = quantize(w, "int8", scale=jax.lax.pmax(scale, axes) if axes else scale)
+        q = q._replace(values=whole(q.values), scale=whole(q.scale))
+        return q.dequantized().astype(dtype)
+
+    def backward(w, grad):
+        return jax.vjp(lambda w: whole(w.astype(dtype)), w)[1](grad)
+
+    sent.defvjp(lambda w: (sent(w), w), backward)
+    return sent(w)

@@ -34,7 +34,7 @@ from minitext.hardware import find_chip
 from minitext.models.deltanet import CHUNK
 from minitext.models.flops import all_layers, count_attention
 from minitext.models.moe import capacity
-from minitext.perf.sizes import Sizes, check_gathers, check_products
+from minitext.perf.sizes import Sizes, check_products
 from minitext.sharding.mesh import make_mesh
 from minitext.sharding.pipeline_schedule import groups_per_stage
 from minitext.terminal import print_tables, show_bytes, table
@@ -516,7 +516,6 @@ def check(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> None:
     if model.lora.rank:  # beside which the weights may be stored in any form
         model = model.model_copy(update={"storage": ()})
     check_products(model, "memory")
-    check_gathers(cfg, "memory")
     s = Sizes(cfg, mesh, platform)
     for kind in s.kinds:
         a, rows = kind.model.attention, s.rows // s.parts

@@ -39,19 +39,6 @@ def check_products(model: ModelConfig, what: str, *, stored: bool = False) -> No
         )
 
 
-def check_gathers(cfg: Config, what: str) -> None:
-    """Refuses weights that are sent in another type than the compute type.
-
-    Raises:
-      UserError: naming the setting.
-    """
-    if cfg.sharding.gather_dtype != "auto":
-        raise UserError(
-            f"sharding.gather_dtype={cfg.sharding.gather_dtype}: the formulas for {what} know only weights that are "
-            "sent in the compute type: `minitext compile ... target=v5e:2x4` measures it"
-        )
-
-
 class Matrix(NamedTuple):
     """A dense weight, in elements on one device before FSDP splits it.
 
@@ -64,6 +51,11 @@ class Matrix(NamedTuple):
     rows: int
     columns: int
     split: str = ""
+
+    @property
+    def stored(self) -> int:
+        """The size of the dimension that FSDP splits."""
+        return self.columns if self.split == "rows" else self.rows
 
 
 class Runs(NamedTuple):
@@ -157,6 +149,8 @@ class Sizes:
       operand: bytes of an element that only matrix products read: TPUs multiply in bfloat16.
       sent: bytes of an element that a device sends. XLA's CPU backend computes and sends bfloat16 as float32.
       sent_operand: the same for what only products read, which a TPU converts before it sends.
+      rounded: whether layers' weights are sent in int8 (`sharding.gather_dtype`).
+      sent_weight: bytes of an element of such a weight.
     """
 
     def __init__(self, cfg: Config, mesh: Mesh | AbstractMesh, platform: str):
@@ -197,6 +191,8 @@ class Sizes:
         self.operand = 2 if self.tpu else self.itemsize
         self.sent = self.itemsize if self.tpu else 4
         self.sent_operand = 2 if self.tpu else 4
+        self.rounded = cfg.sharding.gather_dtype == "int8"
+        self.sent_weight = 1 if self.rounded else self.sent_operand
 
     @property
     def kinds(self) -> "list[Sizes]":
@@ -260,6 +256,11 @@ class Sizes:
     def layer(self) -> tuple[int, ...]:
         """Elements of a layer's dense weights before FSDP splits them."""
         return tuple(matrix.rows * matrix.columns for matrix in self.matrices)
+
+    @property
+    def scales(self) -> tuple[int, ...]:
+        """Scales of each of these weights, if they are sent in int8."""
+        return tuple(matrix.stored for matrix in self.matrices) if self.rounded else ()
 
     @property
     def dense(self) -> bool:
