@@ -217,16 +217,15 @@ def _vectors(s: Sizes, name: str, widths: tuple[int, ...], size: int, runs: int)
 def _fsdp(s: Sizes) -> Iterator[Term]:
     """Weights are gathered for the forward pass and again for the backward pass (Rajbhandari et al. 2020).
 
-    Rounded ones have scales, which are gathered with them (Wang et al. 2023).
+    Rounded ones have scales, which are gathered with them (Wang et al. 2023). Devices that split a row first find its
+    largest number together.
     """
-    r, weights, biases = s.runs, _scaled(s.layer, s.sent_weight), s.embed_biases
+    r, weights, biases = s.runs, s.matrices, s.embed_biases
     # The last product of a layer is not needed again, nor is its bias, unless a norm or a gate follows. Experts send
     # for themselves.
     ends = s.dense and s.model.norms == "before" and not s.shared_gate
-    yield Term("all-gather of the weights, forward", "all-gather", s.fsdp, weights, r.forward)
-    yield Term("all-gather of the weights, backward", "all-gather", s.fsdp, weights, r.backward)
-    yield from _vectors(s, "weights' scales, forward", s.scales, 4, r.forward)
-    yield from _vectors(s, "weights' scales, backward", s.scales, 4, r.backward)
+    yield from _weights(s, "all-gather of the weights, forward", weights, r.forward)
+    yield from _weights(s, "all-gather of the weights, backward", weights, r.backward)
     yield from _vectors(s, "RMSNorm scales, forward", s.norms + s.latents, 4, r.forward)
     yield from _vectors(s, "biases, forward", biases, s.sent, r.forward)
     if s.shared_gate:
@@ -240,7 +239,18 @@ def _fsdp(s: Sizes) -> Iterator[Term]:
         yield from _vectors(s, "shared experts' gate, recomputed", (s.model.embed,), 4, r.backward)
     if s.converts:
         again = weights[:-1] if ends else weights
-        yield Term("weights, recomputed", "all-gather", s.fsdp, again, r.backward)
+        yield from _weights(s, "weights, recomputed", again, r.backward)
+
+
+def _weights(
+    s: Sizes, name: str, matrices: tuple[Matrix, ...], runs: int, ways: int | None = None
+) -> Iterator[Term]:
+    """Yields the gathers of weights over fsdp, whose columns or rows `ways` devices split, by default `tensor`."""
+    yield Term(name, "all-gather", s.fsdp, _sizes(matrices, s.sent_weight), runs)
+    if s.rounded:
+        largest = tuple(4 * m.stored // s.fsdp for m in matrices if m.split)
+        yield Term(f"{name}: rows' largest", "all-reduce", ways or s.tensor, largest, runs)
+        yield from _vectors(s, f"{name}: scales", tuple(m.stored for m in matrices), 4, runs)
 
 
 def _fsdp_outside(s: Sizes) -> Iterator[Term]:
@@ -256,11 +266,12 @@ def _fsdp_outside(s: Sizes) -> Iterator[Term]:
         head, table = r.chunks, r.outside
     # A lookup is not a product: the table is sent in the compute type.
     yield Term("embedding table", "all-gather", s.fsdp, (s.table * s.sent,), table)
+    matrix = Matrix(model.embed, model.vocab // s.vocab, "columns")
     for name, runs in _output_layer(s, head, in_ticks):
-        sent = s.sent_operand if model.tie_embeddings else s.sent_weight
-        yield Term(name, "all-gather", s.fsdp, (s.table * sent,), runs)
-        if s.rounded and not model.tie_embeddings:
-            yield from _vectors(s, f"{name}: scales", (model.embed,), 4, runs)
+        if model.tie_embeddings:  # which is never rounded
+            yield Term(name, "all-gather", s.fsdp, (s.table * s.sent_operand,), runs)
+        else:
+            yield from _weights(s, name, (matrix,), runs, s.vocab)
     yield from _vectors(s, "last RMSNorm's scale", (model.embed,), 4, last)
 
 

@@ -142,7 +142,7 @@ class Sizes:
       tokens: tokens that embedding and loss see at a time.
       replicas: devices whose gradients of a weight come from different tokens.
       recomputes: whether the backward pass recomputes layers; no policy keeps what a projection sent.
-      converts: whether each use of a weight converts it, which hides from XLA's CPU backend that two uses are equal.
+      converts: whether each use of a weight converts or rounds it, which hides from XLA's CPU backend that two uses are equal.
       moe: the mixture of experts, if the model has one.
       table: elements of the embedding table, and of the output layer, before FSDP splits them.
       itemsize: bytes of an element of the compute type.
@@ -185,13 +185,13 @@ class Sizes:
         self.replicas = self.batch * self.context
 
         self.recomputes = model.remat != "none"
-        self.converts = not self.tpu and model.dtype == "bfloat16"
+        self.rounded = cfg.sharding.gather_dtype == "int8"
+        self.converts = not self.tpu and (model.dtype == "bfloat16" or self.rounded)
         self.table = model.embed * model.vocab // self.vocab
         self.itemsize = 2 if model.dtype == "bfloat16" else 4
         self.operand = 2 if self.tpu else self.itemsize
         self.sent = self.itemsize if self.tpu else 4
         self.sent_operand = 2 if self.tpu else 4
-        self.rounded = cfg.sharding.gather_dtype == "int8"
         self.sent_weight = 1 if self.rounded else self.sent_operand
 
     @property
@@ -256,11 +256,6 @@ class Sizes:
     def layer(self) -> tuple[int, ...]:
         """Elements of a layer's dense weights before FSDP splits them."""
         return tuple(matrix.rows * matrix.columns for matrix in self.matrices)
-
-    @property
-    def scales(self) -> tuple[int, ...]:
-        """Scales of each of these weights, if they are sent in int8."""
-        return tuple(matrix.stored for matrix in self.matrices) if self.rounded else ()
 
     @property
     def dense(self) -> bool:
