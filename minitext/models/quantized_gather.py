@@ -10,7 +10,6 @@ Chapters: 25.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 from jax.sharding import PartitionSpec
@@ -18,7 +17,6 @@ from jax.sharding import PartitionSpec
 from minitext.models.quantization import FORMATS, absmax_scale, quantize
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def gather(
     w: jax.Array, dimension: int, spec: PartitionSpec | None, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
@@ -38,17 +36,41 @@ def gather(
     return q.dequantized().astype(dtype)
 
 
-def _forward(w, dimension, spec, dtype):
-    return gather(w, dimension, spec, dtype), w
+def multiply(
+    product: Callable[[jax.Array, jax.Array], jax.Array],
+    x: jax.Array,
+    w: jax.Array,
+    dimension: int,
+    spec: PartitionSpec | None,
+) -> jax.Array:
+    """Returns a product with a rounded weight, which the backward pass gathers again.
 
+    The weight's gradient is that of the product with the weight as it is stored: so devices sum the parts that they
+    store, and don't first sum the whole.
 
-def _backward(_dimension, spec, _dtype, w, grad):
-    if spec is not None:
-        grad = jax.sharding.reshard(grad, jax.typeof(w).sharding.spec)
-    return (grad.astype(w.dtype),)
+    Args:
+      product: of x and a weight.
+      x: tokens.
+      w: float32.
+      dimension: see `gather`.
+      spec: see `gather`.
+    """
 
+    def sent(x, w):
+        return gather(w, dimension, spec, x.dtype)
 
-gather.defvjp(_forward, _backward)
+    @jax.custom_vjp
+    def rounded(x, w):
+        return product(x, sent(x, w))
+
+    def backward(kept, grad):
+        x, w = kept
+        (grad_x,) = jax.vjp(lambda x: product(x, sent(x, w)), x)[1](grad)
+        (grad_w,) = jax.vjp(lambda w: product(x, w), w)[1](grad)
+        return grad_x, grad_w
+
+    rounded.defvjp(lambda x, w: (rounded(x, w), (x, w)), backward)
+    return rounded(x, w)
 
 
 def gather_part(

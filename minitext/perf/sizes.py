@@ -142,7 +142,8 @@ class Sizes:
       tokens: tokens that embedding and loss see at a time.
       replicas: devices whose gradients of a weight come from different tokens.
       recomputes: whether the backward pass recomputes layers; no policy keeps what a projection sent.
-      converts: whether each use of a weight converts or rounds it, which hides from XLA's CPU backend that two uses are equal.
+      converts: whether each use of a weight converts or rounds it, which hides from XLA's CPU backend that two uses are
+        equal.
       moe: the mixture of experts, if the model has one.
       table: elements of the embedding table, and of the output layer, before FSDP splits them.
       itemsize: bytes of an element of the compute type.

@@ -29,7 +29,7 @@ from minitext.sharding.rules import STORAGE_AXES, ShardingRules
 
 AXIS = "expert"
 
-# What makes weights of their parts, and what rounds and restores those that are sent in 8 bits: the results aren't kept.
+# What makes weights of their parts, and what rounds and restores those sent in 8 bits: the results aren't kept.
 GATHERING = frozenset({"all_gather", "pvary", "convert_element_type"})
 ROUNDING = frozenset({"div", "round", "clamp", "mul", "pmax"})
 

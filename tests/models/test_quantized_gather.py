@@ -12,7 +12,7 @@ import minitext as mt
 from minitext.compiler import hlo
 from minitext.compiler.targets import topology_mesh
 from minitext.errors import UserError
-from minitext.models.quantized_gather import gather, gather_part
+from minitext.models.quantized_gather import gather, gather_part, multiply
 from minitext.sharding.mesh import make_mesh
 from minitext.training.step import (
     abstract_batch,
@@ -38,11 +38,13 @@ def test_it_rounds_each_row_by_half_a_step_at_most(dimension):
     assert jnp.array_equal(lost, jnp.arange(w.shape[dimension]) == 5)
 
 
-def test_its_gradient_is_that_of_the_weight():
-    w, g = jax.random.normal(jax.random.key(0), (2, 8, 4))
-    _, back = jax.vjp(lambda w: gather(w, 0, None, jnp.bfloat16), w)
-    (found,) = back(g.astype(jnp.bfloat16))
-    assert found.dtype == jnp.float32 and jnp.array_equal(found, g.astype(jnp.bfloat16))
+def test_its_gradient_is_that_of_the_weight_and_the_tokens_is_that_of_the_rounded_one():
+    x, w = jax.random.normal(jax.random.key(0), (2, 8, 8))
+    _, back = jax.vjp(lambda x, w: multiply(jnp.dot, x, w, 0, None), x, w)
+    grad_x, grad_w = back(w)
+    np.testing.assert_allclose(grad_w, x.T @ w, rtol=1e-5)
+    np.testing.assert_allclose(grad_x, w @ gather(w, 0, None, jnp.float32).T, rtol=1e-5, atol=1e-5)
+    assert not jnp.allclose(grad_x, w @ w.T, rtol=1e-5, atol=1e-5)
 
 
 def test_devices_gather_what_one_has():

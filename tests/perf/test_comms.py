@@ -245,7 +245,11 @@ def test_rounded_weights_take_half_the_bytes_and_each_row_a_scale():
         gathered = [t for t in terms if t.kind.startswith("all-") and "gradient" not in t.name]
         layers = [t for t in gathered if t.name.startswith("all-gather of the weights")]
         scales = sum(t.bytes for t in layers if t.name.endswith("scales"))
-        return sum(t.bytes for t in layers) - scales, scales, [t for t in terms if "gradient" in t.name]
+        return (
+            sum(t.bytes for t in layers) - scales,
+            scales,
+            [t for t in terms if "gradient" in t.name],
+        )
 
     (exact, none, sums), (rounded, scales, same) = (
         sent(f"sharding.gather_dtype={kind}") for kind in ("auto", "int8")
