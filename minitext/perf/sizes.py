@@ -304,6 +304,11 @@ class Sizes:
         return (self.moe.experts // self.experts * m.embed * m.mlp // self.tensor,) * 3
 
     @property
+    def weights(self) -> int:
+        """Elements of a layer's weights before FSDP splits them: the dense ones, and those of routed experts."""
+        return sum(self.layer) + sum(self.routed)
+
+    @property
     def routed_biases(self) -> tuple[int, ...]:
         """Elements of the biases of a device's routed experts, before FSDP splits the last: gate, up, down."""
         if not self.moe or not self.moe.bias:
