@@ -81,7 +81,7 @@ def gather_part(
     features: int,
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """Does the same within a `shard_map`, for a stack of experts' weights, each with scales of its own.
+    """Does what `gather` does within a `shard_map`, for experts' weights, of which each has scales of its own.
 
     Args:
       whole: gathers an array of w's rank from the parts that devices store; it is linear.
