@@ -166,7 +166,7 @@ class MoE(nnx.Module):
         params = {name: getattr(self, name)[...] for name in names}
         axes = {name: _axes(getattr(self, name)) for name in names}
         gathers = {
-            name: partial(gather_part, features=axes[name].index("mlp"), dtype=x.dtype)
+            name: partial(gather_part, features=(axes[name] or ()).index("mlp"), dtype=x.dtype)
             for name in self.storable
             if self._rounds(name)
         }

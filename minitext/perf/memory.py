@@ -101,9 +101,10 @@ def moments(s: Sizes, params: int, optimizer: int, vmem: int = 0, adapters: int 
     blocks = params - tables * s.table // s.fsdp * 4
     if unrolled_whole:
         blocks //= layers  # each layer frees what it kept while gradients arrive
-    # The stacked weights are cast once, before the loop: their cast does not depend on the layer. Those stored in fewer
-    # bits are made layer by layer.
-    cast = weights // s.fsdp * size if size < 4 and not cfg.model.is_stored else 0
+    # The stacked weights are cast once, before the loop: their cast does not depend on the layer. Those that are stored
+    # or sent in fewer bits are made layer by layer.
+    casts = size < 4 and not cfg.model.is_stored and not s.rounded
+    cast = weights // s.fsdp * size if casts else 0
     _, in_flight = _pipeline(s)
     stacks = _stacks(s, weights, vmem)
     always = {
@@ -150,7 +151,7 @@ def _gathered(s: Sizes, weights: int) -> int:
     if s.fsdp == 1:
         return 0
     # A scan gathers a layer's weights again; an unrolled stack keeps them all, for products.
-    whole = s.cfg.model.remat == "none" and not s.cfg.model.scan_layers
+    whole = s.cfg.model.remat == "none" and not s.cfg.model.scan_layers and not s.rounded
     return weights * s.operand if whole else largest * s.itemsize
 
 
@@ -499,7 +500,7 @@ def predict(
 
 
 def check(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> None:
-    """Refuses quantized products, weights sent in int8, and layers of gated DeltaNet whose memory no formula knows.
+    """Refuses quantized products, and what the formulas don't know of weights sent in int8 and of gated DeltaNet.
 
     Raises:
       UserError: naming the setting.
@@ -509,10 +510,12 @@ def check(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> None:
         model = model.model_copy(update={"storage": ()})
     check_products(model, "memory")
     s = Sizes(cfg, mesh, platform)
-    if s.rounded:
+    ticks = f"pipeline.schedule={cfg.pipeline.schedule}" if _pipeline(s)[0] > 1 else ""
+    other = "model.ffn.kind=moe" if any(kind.moe for kind in s.kinds) else ticks
+    if s.rounded and other:
         raise UserError(
-            "sharding.gather_dtype=int8: the formulas for memory know only weights that are sent in the compute type: "
-            "`minitext compile ... target=v5e:2x4` measures it"
+            f"sharding.gather_dtype=int8 with {other}: the formulas for memory don't know it: set "
+            "sharding.gather_dtype=auto, or measure by `minitext compile`"
         )
     for kind in s.kinds:
         a, rows = kind.model.attention, s.rows // s.parts
