@@ -89,11 +89,6 @@ class Config(Section):
                 f"train.global_batch={self.train.global_batch} rows of data.seq_len={self.data.seq_len} are "
                 f"{tokens:,} tokens, and a step can have {MOST_TOKENS:,}: lower them"
             )
-        if self.sharding.gather_dtype != "auto" and self.model.ffn.kind == "moe":
-            yield (
-                f"sharding.gather_dtype={self.sharding.gather_dtype} with model.ffn.kind=moe: experts' weights, most "
-                "of the model, are sent in the compute type: leave sharding.gather_dtype out"
-            )
         first, steps = self.profile.first_step, self.profile.steps
         if first is None and steps != sections.ProfileConfig().steps:
             yield (

@@ -8,6 +8,7 @@ Chapters: 4.
 """
 
 import math
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -177,13 +178,10 @@ class Linear(nnx.Module):
         return y + rules.shard(b_F, out)
 
     def _project_rounded(self, x: jax.Array, specs: Specs) -> jax.Array:
-        """Returns the product with the weight as it is sent in int8, which the backward pass gathers again."""
-
-        def multiply(x, w_DF):
-            sent: Any = quantized_gather.gather(w_DF, self.axes.index("embed"), specs.w, x.dtype)
-            return project(x, sent, specs, self.quantization)
-
-        return jax.checkpoint(multiply, prevent_cse=False)(x, self.w.get_value())
+        """Returns the product with the weight as it is sent in int8."""
+        product = partial(project, specs=specs, rule=self.quantization)
+        dimension = self.axes.index("embed")
+        return quantized_gather.multiply(product, x, self.w.get_value(), dimension, specs.w)
 
 
 def is_qwixed(module: nnx.Module) -> bool:

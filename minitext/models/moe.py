@@ -20,6 +20,7 @@ from minitext.kernels.grouped_matmul.xla import plain_grouped_matmul
 from minitext.models import quantization
 from minitext.models.ffn import SwiGLU, gated
 from minitext.models.layers import is_qwixed, make_param
+from minitext.models.quantized_gather import gather_part
 from minitext.models.quantized_storage import StoredWeight
 from minitext.sharding.expert_parallel import Layout, exchange, on_each_device
 from minitext.sharding.rules import ShardingRules
@@ -163,18 +164,31 @@ class MoE(nnx.Module):
         names = [name for name in EXPERTS + ROUTER if hasattr(self, name)]
         # Not `get_value()` and `astype`, which a weight that Qwix stores lacks.
         params = {name: getattr(self, name)[...] for name in names}
-        # Cast weights before sending them; the router stays float32.
-        params |= {n: jnp.asarray(params[n], x.dtype) for n in names if n in EXPERTS}
+        axes = {name: _axes(getattr(self, name)) for name in names}
+        gathers = {
+            name: partial(gather_part, features=(axes[name] or ()).index("mlp"), dtype=x.dtype)
+            for name in self.storable
+            if self._rounds(name)
+        }
+        # Cast weights before sending them, or round them; the router stays float32.
+        cast = [name for name in names if name in EXPERTS and name not in gathers]
+        params |= {name: jnp.asarray(params[name], x.dtype) for name in cast}
         y, routing = on_each_device(
             partial(_route_and_compute, cfg=cfg, rule=self.quantization, plain=is_qwixed(self)),
             x,
             params,
-            {name: _axes(getattr(self, name)) for name in names},
+            axes,
             Layout(cfg.experts, slots, rows),
             rules=rules,
             regather=self.regather,
+            gathers=gathers,
         )
         return (y + self._shared(x) if cfg.shared_experts else y), routing
+
+    def _rounds(self, name: str) -> bool:
+        """Whether a weight of the experts is sent in int8."""
+        whole = isinstance(getattr(self, name), nnx.Variable) and not is_qwixed(self)
+        return whole and self.rules.gather_dtype == "int8"
 
     def _shared(self, x: jax.Array) -> jax.Array:
         """Returns the output of the experts that every token uses."""

@@ -9,15 +9,14 @@ don't depend on the mesh.
 Chapters: 25.
 """
 
-from functools import partial
+from collections.abc import Callable
 
 import jax
 from jax.sharding import PartitionSpec
 
-from minitext.models.quantization import quantize
+from minitext.models.quantization import FORMATS, absmax_scale, quantize
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def gather(
     w: jax.Array, dimension: int, spec: PartitionSpec | None, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
@@ -37,14 +36,70 @@ def gather(
     return q.dequantized().astype(dtype)
 
 
-def _forward(w, dimension, spec, dtype):
-    return gather(w, dimension, spec, dtype), w
+def multiply(
+    product: Callable[[jax.Array, jax.Array], jax.Array],
+    x: jax.Array,
+    w: jax.Array,
+    dimension: int,
+    spec: PartitionSpec | None,
+) -> jax.Array:
+    """Returns a product with a rounded weight, which the backward pass gathers again.
+
+    The weight's gradient is that of the product with the weight as it is stored: so devices sum the parts that they
+    store, and don't first sum the whole.
+
+    Args:
+      product: of x and a weight.
+      x: tokens.
+      w: float32.
+      dimension: see `gather`.
+      spec: see `gather`.
+    """
+
+    def sent(x, w):
+        return gather(w, dimension, spec, x.dtype)
+
+    @jax.custom_vjp
+    def rounded(x, w):
+        return product(x, sent(x, w))
+
+    def backward(kept, grad):
+        x, w = kept
+        (grad_x,) = jax.vjp(lambda x: product(x, sent(x, w)), x)[1](grad)
+        (grad_w,) = jax.vjp(lambda w: product(x, w), w)[1](grad)
+        return grad_x, grad_w
+
+    rounded.defvjp(lambda x, w: (rounded(x, w), (x, w)), backward)
+    return rounded(x, w)
 
 
-def _backward(_dimension, spec, _dtype, w, grad):
-    if spec is not None:
-        grad = jax.sharding.reshard(grad, jax.typeof(w).sharding.spec)
-    return (grad.astype(w.dtype),)
+def gather_part(
+    whole: Callable[[jax.Array], jax.Array],
+    w: jax.Array,
+    axes: tuple[str, ...],
+    *,
+    features: int,
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
+    """Does what `gather` does within a `shard_map`, for experts' weights, of which each has scales of its own.
 
+    Args:
+      whole: gathers an array of w's rank from the parts that devices store; it is linear.
+      w: the part that this device stores, float32.
+      axes: mesh axes that split the features.
+      features: the dimension of the features, which share a scale.
+      dtype: of the result.
+    """
 
-gather.defvjp(_forward, _backward)
+    @jax.custom_vjp
+    def sent(w):
+        scale = absmax_scale(w, FORMATS["int8"].limit, [features])
+        q = quantize(w, "int8", scale=jax.lax.pmax(scale, axes) if axes else scale)
+        q = q._replace(values=whole(q.values), scale=whole(q.scale))
+        return q.dequantized().astype(dtype)
+
+    def backward(w, grad):
+        return jax.vjp(lambda w: whole(w.astype(dtype)), w)[1](grad)
+
+    sent.defvjp(lambda w: (sent(w), w), backward)
+    return sent(w)

@@ -22,7 +22,7 @@ from minitext.compiler.report import DCN
 from minitext.config.config import Config
 from minitext.models.flops import count_attention
 from minitext.models.moe import capacity
-from minitext.perf.sizes import Matrix, Sizes, check_gathers, check_products, slices_of
+from minitext.perf.sizes import Matrix, Sizes, check_products, slices_of
 from minitext.sharding.mesh import count_slices, show_factors
 from minitext.sharding.pipeline_schedule import stored_groups
 from minitext.terminal import show_bytes
@@ -82,9 +82,8 @@ class Term(NamedTuple):
 
 
 def check(cfg: Config) -> None:
-    """Raises UserError if products or the weights that devices send are quantized, which `predict` does not know."""
+    """Raises UserError if products are quantized, which `predict` does not know."""
     check_products(cfg.model, "what devices send")
-    check_gathers(cfg, "what devices send")
 
 
 def predict(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[Term]:
@@ -105,7 +104,7 @@ def predict(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[Term]:
       The terms that are not empty. `notes` says where they may be wrong.
 
     Raises:
-      UserError: if products or the weights that devices send are quantized.
+      UserError: if products are quantized.
     """
     check(cfg)
     s = Sizes(cfg, mesh, backend)
@@ -216,13 +215,17 @@ def _vectors(s: Sizes, name: str, widths: tuple[int, ...], size: int, runs: int)
 
 
 def _fsdp(s: Sizes) -> Iterator[Term]:
-    """Weights are gathered for the forward pass and again for the backward pass (Rajbhandari et al. 2020)."""
-    r, weights, biases = s.runs, _scaled(s.layer, s.sent_operand), s.embed_biases
+    """Weights are gathered for the forward pass and again for the backward pass (Rajbhandari et al. 2020).
+
+    Rounded ones have scales, which are gathered with them (Wang et al. 2023). Devices that split a row first find its
+    largest number together.
+    """
+    r, weights, biases = s.runs, s.matrices, s.embed_biases
     # The last product of a layer is not needed again, nor is its bias, unless a norm or a gate follows. Experts send
     # for themselves.
     ends = s.dense and s.model.norms == "before" and not s.shared_gate
-    yield Term("all-gather of the weights, forward", "all-gather", s.fsdp, weights, r.forward)
-    yield Term("all-gather of the weights, backward", "all-gather", s.fsdp, weights, r.backward)
+    yield from _weights(s, "all-gather of the weights, forward", weights, r.forward)
+    yield from _weights(s, "all-gather of the weights, backward", weights, r.backward)
     yield from _vectors(s, "RMSNorm scales, forward", s.norms + s.latents, 4, r.forward)
     yield from _vectors(s, "biases, forward", biases, s.sent, r.forward)
     if s.shared_gate:
@@ -236,7 +239,18 @@ def _fsdp(s: Sizes) -> Iterator[Term]:
         yield from _vectors(s, "shared experts' gate, recomputed", (s.model.embed,), 4, r.backward)
     if s.converts:
         again = weights[:-1] if ends else weights
-        yield Term("weights, recomputed", "all-gather", s.fsdp, again, r.backward)
+        yield from _weights(s, "weights, recomputed", again, r.backward)
+
+
+def _weights(
+    s: Sizes, name: str, matrices: tuple[Matrix, ...], runs: int, ways: int | None = None
+) -> Iterator[Term]:
+    """Yields the gathers of weights over fsdp, whose columns or rows `ways` devices split, by default `tensor`."""
+    yield Term(name, "all-gather", s.fsdp, _sizes(matrices, s.sent_weight), runs)
+    if s.rounded:
+        largest = tuple(4 * m.stored // s.fsdp for m in matrices if m.split)
+        yield Term(f"{name}: rows' largest", "all-reduce", ways or s.tensor, largest, runs)
+        yield from _vectors(s, f"{name}: scales", tuple(m.stored for m in matrices), 4, runs)
 
 
 def _fsdp_outside(s: Sizes) -> Iterator[Term]:
@@ -252,15 +266,24 @@ def _fsdp_outside(s: Sizes) -> Iterator[Term]:
         head, table = r.chunks, r.outside
     # A lookup is not a product: the table is sent in the compute type.
     yield Term("embedding table", "all-gather", s.fsdp, (s.table * s.sent,), table)
-    output = (s.table * s.sent_operand,)
-    if not model.tie_embeddings or in_ticks:
-        yield Term("output layer", "all-gather", s.fsdp, output, head)
-    if chunks > 1:
-        yield Term("output layer, for each chunk", "all-gather", s.fsdp, output, r.chunks)
-    if s.converts and not model.tie_embeddings:
-        runs = head if chunks == 1 else r.chunks
-        yield Term("output layer, backward", "all-gather", s.fsdp, output, runs)
+    matrix = Matrix(model.embed, model.vocab // s.vocab, "columns")
+    for name, runs in _output_layer(s, head, in_ticks):
+        if model.tie_embeddings:  # which is never rounded
+            yield Term(name, "all-gather", s.fsdp, (s.table * s.sent_operand,), runs)
+        else:
+            yield from _weights(s, name, (matrix,), runs, s.vocab)
     yield from _vectors(s, "last RMSNorm's scale", (model.embed,), 4, last)
+
+
+def _output_layer(s: Sizes, head: int, in_ticks: bool) -> Iterator[tuple[str, int]]:
+    """Yields each gather of the output layer and how often it runs: the first, maybe in a pipeline's ticks, `head`."""
+    tied, chunks = s.model.tie_embeddings, s.cfg.train.loss_chunks
+    if not tied or in_ticks:
+        yield "output layer", head
+    if chunks > 1:
+        yield "output layer, for each chunk", s.runs.chunks
+    if s.converts and not tied:
+        yield "output layer, backward", head if chunks == 1 else s.runs.chunks
 
 
 def _gradients(s: Sizes) -> Iterator[Term]:
@@ -556,8 +579,15 @@ def _expert_weights(s: Sizes) -> Iterator[Term]:
     scatter = _sum_kind(s, s.fsdp) if s.tpu else "reduce-scatter"
     router = (4 * D * E,), 1, _keeps_sum(s, E, size=4)
     for name, (weights, ways, keeps) in {"router": router, "experts": experts}.items():
-        yield Term(f"all-gather of the {name}, forward", "all-gather", s.fsdp, weights, r.forward)
-        yield Term(f"all-gather of the {name}, backward", "all-gather", s.fsdp, weights, r.backward)
+        sent, scales = weights, ()
+        if s.rounded and name == "experts":
+            sent = _scaled(s.routed, s.sent_weight)
+            scales = (4 * E // s.experts * D,) * len(sent)
+        for which, runs in ("forward", r.forward), ("backward", r.backward):
+            yield Term(f"all-gather of the {name}, {which}", "all-gather", s.fsdp, sent, runs)
+            yield Term(f"{name}' scales, {which}", "all-gather", s.fsdp, scales, runs)
+            largest = tuple(size // s.fsdp for size in scales)
+            yield Term(f"{name}' largest, {which}", "all-reduce", s.tensor, largest, runs)
         yield from _over_fsdp(s, name, scatter, weights, keeps, r.backward)
         parts, rest = tuple(size // s.fsdp for size in weights), s.replicas // s.fsdp // ways
         yield Term(f"gradient of the {name}, over the rest", "all-reduce", rest, parts, r.backward)

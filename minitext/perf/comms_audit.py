@@ -122,7 +122,7 @@ def read(text: str, cfg: Config, mesh: Mesh, backend: str) -> Audit:
 
 def _is_small(dtype: str, size: int) -> bool:
     """Whether an array is a scalar or holds integers."""
-    return size <= 4 or dtype[0] in "sup"
+    return size <= 4 or (dtype[0] in "sup" and dtype != "s8")
 
 
 def by_kind(terms: list[Term]) -> list[Row]:

@@ -34,7 +34,7 @@ from minitext.hardware import find_chip
 from minitext.models.deltanet import CHUNK
 from minitext.models.flops import all_layers, count_attention
 from minitext.models.moe import capacity
-from minitext.perf.sizes import Sizes, check_gathers, check_products
+from minitext.perf.sizes import Sizes, check_products
 from minitext.sharding.mesh import make_mesh
 from minitext.sharding.pipeline_schedule import groups_per_stage
 from minitext.terminal import print_tables, show_bytes, table
@@ -92,7 +92,7 @@ def moments(s: Sizes, params: int, optimizer: int, vmem: int = 0, adapters: int 
     layers = sum(kind.layers for kind in kinds)
     chunks, vocab = cfg.train.loss_chunks, cfg.model.vocab // s.vocab
     tables, unrolled = 1 if cfg.model.tie_embeddings else 2, not cfg.model.scan_layers
-    tokens, weights = s.tokens // chunks, sum(k.layers * _layer_weights(k) for k in kinds)
+    tokens, weights = s.tokens // chunks, sum(kind.layers * kind.weights for kind in kinds)
     # Accumulated gradients take memory of their own, which ZeRO-2 splits.
     scattered = s.optimizer if s.scatters else 1
     trained = adapters or params
@@ -101,9 +101,10 @@ def moments(s: Sizes, params: int, optimizer: int, vmem: int = 0, adapters: int 
     blocks = params - tables * s.table // s.fsdp * 4
     if unrolled_whole:
         blocks //= layers  # each layer frees what it kept while gradients arrive
-    # The stacked weights are cast once, before the loop: their cast does not depend on the layer. Those stored in fewer
-    # bits are made layer by layer.
-    cast = weights // s.fsdp * size if size < 4 and not cfg.model.is_stored else 0
+    # The stacked weights are cast once, before the loop: their cast does not depend on the layer. Those that are stored
+    # or sent in fewer bits are made layer by layer.
+    casts = size < 4 and not cfg.model.is_stored and not s.rounded
+    cast = weights // s.fsdp * size if casts else 0
     _, in_flight = _pipeline(s)
     stacks = _stacks(s, weights, vmem)
     always = {
@@ -144,13 +145,13 @@ def moments(s: Sizes, params: int, optimizer: int, vmem: int = 0, adapters: int 
 
 def _gathered(s: Sizes, weights: int) -> int:
     """Returns the bytes of weights, so many elements in all layers, that are made for a layer's backward pass."""
-    largest = max(_layer_weights(kind) for kind in s.kinds)
+    largest = max(kind.weights for kind in s.kinds)
     if s.cfg.model.is_stored:  # made of the stored numbers, in float32 only inside a fusion
         return largest * s.itemsize
     if s.fsdp == 1:
         return 0
     # A scan gathers a layer's weights again; an unrolled stack keeps them all, for products.
-    whole = s.cfg.model.remat == "none" and not s.cfg.model.scan_layers
+    whole = s.cfg.model.remat == "none" and not s.cfg.model.scan_layers and not s.rounded
     return weights * s.operand if whole else largest * s.itemsize
 
 
@@ -352,14 +353,6 @@ def _features(s: Sizes) -> int:
     return s.layer_tokens * (int(slots * s.model.mlp) // s.tensor)
 
 
-def _layer_weights(s: Sizes) -> int:
-    """Returns the elements of a layer's weights as they are used, before FSDP splits them."""
-    model, heads = s.model, count_attention(s.model)
-    experts = s.moe.experts // s.experts + s.moe.shared_experts if s.moe else 1
-    ffn = 3 * model.embed * (experts * model.mlp // s.tensor)
-    return heads.split // s.tensor + heads.whole + ffn
-
-
 def heap(found: Moments) -> dict[str, int]:
     """Returns the highest address in use at each moment, one after the other.
 
@@ -507,7 +500,7 @@ def predict(
 
 
 def check(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> None:
-    """Refuses quantized products, and layers of gated DeltaNet whose memory the formulas don't know.
+    """Refuses quantized products, and what the formulas don't know of weights sent in int8 and of gated DeltaNet.
 
     Raises:
       UserError: naming the setting.
@@ -516,8 +509,14 @@ def check(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> None:
     if model.lora.rank:  # beside which the weights may be stored in any form
         model = model.model_copy(update={"storage": ()})
     check_products(model, "memory")
-    check_gathers(cfg, "memory")
     s = Sizes(cfg, mesh, platform)
+    ticks = f"pipeline.schedule={cfg.pipeline.schedule}" if _pipeline(s)[0] > 1 else ""
+    other = "model.ffn.kind=moe" if any(kind.moe for kind in s.kinds) else ticks
+    if s.rounded and other:
+        raise UserError(
+            f"sharding.gather_dtype=int8 with {other}: the formulas for memory don't know it: set "
+            "sharding.gather_dtype=auto, or measure by `minitext compile`"
+        )
     for kind in s.kinds:
         a, rows = kind.model.attention, s.rows // s.parts
         if not isinstance(a, DeltaNetConfig):

@@ -39,19 +39,6 @@ def check_products(model: ModelConfig, what: str, *, stored: bool = False) -> No
         )
 
 
-def check_gathers(cfg: Config, what: str) -> None:
-    """Refuses weights that are sent in another type than the compute type.
-
-    Raises:
-      UserError: naming the setting.
-    """
-    if cfg.sharding.gather_dtype != "auto":
-        raise UserError(
-            f"sharding.gather_dtype={cfg.sharding.gather_dtype}: the formulas for {what} know only weights that are "
-            "sent in the compute type: `minitext compile ... target=v5e:2x4` measures it"
-        )
-
-
 class Matrix(NamedTuple):
     """A dense weight, in elements on one device before FSDP splits it.
 
@@ -64,6 +51,11 @@ class Matrix(NamedTuple):
     rows: int
     columns: int
     split: str = ""
+
+    @property
+    def stored(self) -> int:
+        """The size of the dimension that FSDP splits."""
+        return self.columns if self.split == "rows" else self.rows
 
 
 class Runs(NamedTuple):
@@ -150,13 +142,16 @@ class Sizes:
       tokens: tokens that embedding and loss see at a time.
       replicas: devices whose gradients of a weight come from different tokens.
       recomputes: whether the backward pass recomputes layers; no policy keeps what a projection sent.
-      converts: whether each use of a weight converts it, which hides from XLA's CPU backend that two uses are equal.
+      converts: whether each use of a weight converts or rounds it, which hides from XLA's CPU backend that two uses are
+        equal.
       moe: the mixture of experts, if the model has one.
       table: elements of the embedding table, and of the output layer, before FSDP splits them.
       itemsize: bytes of an element of the compute type.
       operand: bytes of an element that only matrix products read: TPUs multiply in bfloat16.
       sent: bytes of an element that a device sends. XLA's CPU backend computes and sends bfloat16 as float32.
       sent_operand: the same for what only products read, which a TPU converts before it sends.
+      rounded: whether layers' weights are sent in int8 (`sharding.gather_dtype`).
+      sent_weight: bytes of an element of such a weight.
     """
 
     def __init__(self, cfg: Config, mesh: Mesh | AbstractMesh, platform: str):
@@ -191,12 +186,14 @@ class Sizes:
         self.replicas = self.batch * self.context
 
         self.recomputes = model.remat != "none"
-        self.converts = not self.tpu and model.dtype == "bfloat16"
+        self.rounded = cfg.sharding.gather_dtype == "int8"
+        self.converts = not self.tpu and (model.dtype == "bfloat16" or self.rounded)
         self.table = model.embed * model.vocab // self.vocab
         self.itemsize = 2 if model.dtype == "bfloat16" else 4
         self.operand = 2 if self.tpu else self.itemsize
         self.sent = self.itemsize if self.tpu else 4
         self.sent_operand = 2 if self.tpu else 4
+        self.sent_weight = 1 if self.rounded else self.sent_operand
 
     @property
     def kinds(self) -> "list[Sizes]":
@@ -305,6 +302,11 @@ class Sizes:
             return ()
         m = self.model
         return (self.moe.experts // self.experts * m.embed * m.mlp // self.tensor,) * 3
+
+    @property
+    def weights(self) -> int:
+        """Elements of a layer's weights before FSDP splits them: the dense ones, and those of routed experts."""
+        return sum(self.layer) + sum(self.routed)
 
     @property
     def routed_biases(self) -> tuple[int, ...]:

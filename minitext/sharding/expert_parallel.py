@@ -14,8 +14,9 @@ all-to-all over that axis sends the slots to their experts, and another one retu
 Chapters: 18.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial, reduce
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,14 @@ from minitext.errors import UserError
 from minitext.sharding.rules import STORAGE_AXES, ShardingRules
 
 AXIS = "expert"
+
+# What makes weights of their parts, and what rounds and restores those sent in 8 bits: the results aren't kept.
+GATHERING = frozenset({"all_gather", "pvary", "convert_element_type"})
+ROUNDING = frozenset({"div", "round", "clamp", "mul", "pmax"})
+
+# How a parameter is gathered: (what gathers an array, this device's part of the parameter, mesh axes that split
+# features) -> the parameter.
+Gather = Callable[[Callable[[jax.Array], jax.Array], jax.Array, tuple[str, ...]], jax.Array]
 
 
 class Slots(NamedTuple):
@@ -142,6 +151,7 @@ def on_each_device(
     *,
     rules: ShardingRules,
     regather: bool,
+    gathers: Mapping[str, Gather] = MappingProxyType({}),
 ) -> tuple[jax.Array, Any]:
     """Runs a layer of experts on each device's tokens and experts.
 
@@ -149,18 +159,20 @@ def on_each_device(
       local: (tokens, parameters, the device's layout) -> (tokens, a result equal on all devices). The parameters are
         split by expert and feature only, and keep their type.
       x: [X, D], or [B, T, D] if rows of the batch are split.
-      params: pytree of arrays.
-      axes: the dimension names of each array, in the same tree.
+      params: arrays by name.
+      axes: the dimension names of each array.
       layout: the layout if one device had everything.
       rules: the sharding rules.
       regather: whether the backward pass gathers weights again instead of keeping them, as `Linear` does. A layer that
         is rematerialised as a whole gathers again anyway.
+      gathers: how some parameters are gathered that aren't sent as they are.
     """
     mesh = jax.sharding.get_abstract_mesh()
     stored = [name for name, each in axes.items() if each is None]
     # On one accelerator too, kernels and XLA's ragged product want the experts to themselves.
     if mesh.empty or (mesh.size == 1 and (stored or hardware.platform() == "cpu")):
-        return local(x, params, layout)
+        sent = {name: send(lambda w: w, params[name], ()) for name, send in gathers.items()}
+        return local(x, params | sent, layout)
     if stored:
         raise UserError(
             f"the experts' {', '.join(stored)} are stored by Qwix, which doesn't divide them over the mesh's "
@@ -168,7 +180,7 @@ def on_each_device(
         )
     names = ("batch", "act") if x.ndim == 2 else ("batch", "seq", "act")
     spec = rules.spec(names)
-    specs = jax.tree.map(rules.spec, axes, is_leaf=lambda names: isinstance(names, tuple))
+    specs = {name: rules.spec(each) for name, each in axes.items()}
     tokens = _mesh_axes(spec)
     layout = layout._replace(
         rows=layout.rows // rules.ways("batch"),
@@ -177,11 +189,16 @@ def on_each_device(
         features=tuple(sorted(_mesh_axes(rules.spec(("mlp",))))),
     )
 
+    def gathered(name, w):
+        whole = partial(_whole, spec=specs[name], tokens=tokens)
+        return gathers[name](whole, w, layout.features) if name in gathers else whole(w)
+
     def run(x, params):
-        return local(x, jax.tree.map(partial(_whole, tokens=tokens), params, specs), layout)
+        return local(x, {name: gathered(name, w) for name, w in params.items()}, layout)
 
     if regather:
-        run = jax.checkpoint(run, policy=_is_no_weight)
+        remade = GATHERING | ROUNDING if gathers else GATHERING
+        run = jax.checkpoint(run, policy=lambda primitive, *_, **__: primitive.name not in remade)
     y, rest = jax.shard_map(run, in_specs=(spec, specs), out_specs=(spec, P()))(
         rules.shard(x, *names), params
     )
@@ -190,10 +207,6 @@ def on_each_device(
 
 def _mesh_axes(spec: Any) -> set[str]:
     return {a for entry in spec if entry for a in ((entry,) if isinstance(entry, str) else entry)}
-
-
-def _is_no_weight(primitive: Any, *_args: Any, **_params: Any) -> bool:
-    return primitive.name not in ("all_gather", "pvary", "convert_element_type")
 
 
 def _whole(w: jax.Array, spec: Any, *, tokens: set[str]) -> jax.Array:

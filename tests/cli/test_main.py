@@ -130,7 +130,6 @@ def test_doctor_answers_in_json(minitext):
         (["train", "--sped"], "No such option: --sped: see minitext train --help"),
         (["watch", "a", "b"], "argument(s) (b)"),
         (["serve", "/", "--kv-cache-dtype", "a\n"], "is not one of 'auto', 'int8', 'fp8'"),
-        (["comms", "sharding.gather_dtype=int8"], "the formulas for what devices send know only weights"),
         (["generate"], "RUN"),
         (["train", ""], "unknown preset ''"),
         (["train", "train.steps"], "train.steps"),

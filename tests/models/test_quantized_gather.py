@@ -12,8 +12,7 @@ import minitext as mt
 from minitext.compiler import hlo
 from minitext.compiler.targets import topology_mesh
 from minitext.errors import UserError
-from minitext.models.quantized_gather import gather
-from minitext.perf import comms, memory
+from minitext.models.quantized_gather import gather, gather_part, multiply
 from minitext.sharding.mesh import make_mesh
 from minitext.training.step import (
     abstract_batch,
@@ -39,11 +38,13 @@ def test_it_rounds_each_row_by_half_a_step_at_most(dimension):
     assert jnp.array_equal(lost, jnp.arange(w.shape[dimension]) == 5)
 
 
-def test_its_gradient_is_that_of_the_weight():
-    w, g = jax.random.normal(jax.random.key(0), (2, 8, 4))
-    _, back = jax.vjp(lambda w: gather(w, 0, None, jnp.bfloat16), w)
-    (found,) = back(g.astype(jnp.bfloat16))
-    assert found.dtype == jnp.float32 and jnp.array_equal(found, g.astype(jnp.bfloat16))
+def test_its_gradient_is_that_of_the_weight_and_the_tokens_is_that_of_the_rounded_one():
+    x, w = jax.random.normal(jax.random.key(0), (2, 8, 8))
+    _, back = jax.vjp(lambda x, w: multiply(jnp.dot, x, w, 0, None), x, w)
+    grad_x, grad_w = back(w)
+    np.testing.assert_allclose(grad_w, x.T @ w, rtol=1e-5)
+    np.testing.assert_allclose(grad_x, w @ gather(w, 0, None, jnp.float32).T, rtol=1e-5, atol=1e-5)
+    assert not jnp.allclose(grad_x, w @ w.T, rtol=1e-5, atol=1e-5)
 
 
 def test_devices_gather_what_one_has():
@@ -76,6 +77,37 @@ def test_a_step_is_the_same_on_every_mesh(rules):
         np.testing.assert_allclose(found[name], want, atol=5e-6 * np.abs(want).max(), err_msg=name)
 
 
+EXPERTS = "model.ffn.kind=moe", "model.ffn.experts=4", "model.ffn.experts_per_token=2"
+
+
+@pytest.mark.parametrize(
+    "remat",
+    ["model.remat=none", pytest.param("model.remat=full", marks=pytest.mark.audit)],
+)
+def test_experts_are_the_same_on_every_mesh(remat):
+    """With an expert on two devices, each of which stores half of the features' other dimension."""
+    exact, _ = gradients("mesh.data=1", *EXPERTS, remat)
+    one_loss, one = gradients("mesh.data=1", *EXPERTS, remat, ROUNDED)
+    axes = "mesh.fsdp=2", "mesh.tensor=2", "mesh.expert=2", "mesh.data=1"
+    loss, found = gradients(*axes, *EXPERTS, remat, ROUNDED)
+    assert 1e-5 < abs(one_loss - exact) < 1e-2
+    assert loss == pytest.approx(one_loss, rel=2e-6)
+    for name, want in one.items():
+        np.testing.assert_allclose(found[name], want, atol=5e-6 * np.abs(want).max(), err_msg=name)
+
+
+def test_each_row_of_an_expert_has_its_own_scale_and_its_gradient_is_that_of_the_weight():
+    w = jax.random.normal(jax.random.key(0), (3, 4, 8)) * jnp.array([1e-3, 1, 1e3])[:, None, None]
+
+    def sent(w):
+        return gather_part(lambda w: w, w, (), features=2, dtype=jnp.float32)
+
+    got, back = jax.vjp(sent, w)
+    for expert, want in zip(got, w, strict=True):
+        assert jnp.array_equal(expert, gather(want, 0, None, jnp.float32))
+    assert jnp.array_equal(back(w)[0], w)
+
+
 def sent(target, *settings):
     """Returns the types and bytes of what a train step compiled for a target gathers in its loops."""
     cfg = mt.load_config("laptop", [*SMALL, *settings])
@@ -105,21 +137,6 @@ def test_a_tpu_sends_int8():
     assert rounded["bf16"] < 0.01 * weights and rounded["f32"] < 0.02 * weights
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["sharding.rules=tp"], "sharding.rules=tp: no layer gathers its weights: set"),
-        (["model.ffn.kind=moe"], "model.ffn.kind=moe: experts' weights"),
-    ],
-)
-def test_where_it_would_change_nothing_it_is_refused(settings, message):
-    with pytest.raises(UserError, match=message):
-        mt.load_config("laptop", [*SMALL, ROUNDED, *settings])
-
-
-def test_predictions_that_know_one_type_refuse():
-    cfg = mt.load_config("laptop", [*SMALL, ROUNDED, "mesh.data=1"])
-    mesh = make_mesh(cfg.mesh, devices=jax.devices()[:1])
-    for predict in (memory.predict, comms.predict):
-        with pytest.raises(UserError, match=r"sharding\.gather_dtype=int8: the formulas for"):
-            predict(cfg, mesh, "tpu")
+def test_where_it_would_change_nothing_it_is_refused():
+    with pytest.raises(UserError, match="sharding.rules=tp: no layer gathers its weights: set"):
+        mt.load_config("laptop", [*SMALL, ROUNDED, "sharding.rules=tp"])

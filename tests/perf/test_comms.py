@@ -99,6 +99,8 @@ OTHERS = {
     "microbatches": "train.microbatches=2 train.global_batch=32",
     "bfloat16": "model.dtype=bfloat16 model.remat=full",
     "chunks": "train.loss_chunks=2",
+    "int8": "sharding.gather_dtype=int8",
+    "int8, in chunks": "sharding.gather_dtype=int8 train.loss_chunks=2",
 }
 
 
@@ -113,6 +115,8 @@ VARIED = [
     *((layout, "tied") for layout in ("fsdp", "fsdp x tp x pp")),
     ("pp, circular", "microbatches"),
     *((layout, "bfloat16") for layout in ("cp x fsdp", "fsdp x tp x pp")),
+    *((layout, "int8") for layout in ("fsdp", "fsdp x tp x pp", "pp, 1f1b")),
+    ("fsdp x tp x cp", "int8, in chunks"),
 ]
 
 
@@ -213,6 +217,45 @@ def test_the_formula_knows_layers_that_differ(patterned):
 def test_the_formula_follows_the_configuration_on_tpus(layout, other):
     found = audited(*tiles(layout, *other.split()), target="v5e:2x4")
     assert found.differences() == {} and found.notes == []
+
+
+INT8 = (
+    "model.embed=512", "model.head_dim=128", "model.mlp=1536", "model.dtype=bfloat16", "model.remat=full",
+    "sharding.gather_dtype=int8",
+)  # fmt: skip
+EXPERTS = (
+    "model.ffn.kind=moe", "model.ffn.experts=8", "model.ffn.experts_per_token=2", "model.ffn.capacity_factor=1.25",
+)  # fmt: skip
+
+
+@needs_libtpu
+@pytest.mark.audit
+@pytest.mark.parametrize("axes", ["fsdp=4", "fsdp=2 tensor=2", "data=2 fsdp=2"])
+@pytest.mark.parametrize("experts", [(), EXPERTS], ids=["dense", "experts"])
+def test_tpus_send_rounded_weights_and_their_scales(axes, experts):
+    mesh = (f"mesh.{axis}" for axis in axes.split())
+    found = audited(*TILES, *INT8, *experts, *mesh, target="v5e:2x2")
+    assert found.differences() == {} and found.notes == []
+
+
+def test_rounded_weights_take_half_the_bytes_and_each_row_a_scale():
+    def sent(gather_dtype):
+        cfg = mt.load_config("laptop", [*TINY, *TILES, *INT8[:-1], "mesh.fsdp=8", gather_dtype])
+        terms = predict(cfg, abstract_mesh(cfg.mesh), "tpu")
+        gathered = [t for t in terms if t.kind.startswith("all-") and "gradient" not in t.name]
+        layers = [t for t in gathered if t.name.startswith("all-gather of the weights")]
+        scales = sum(t.bytes for t in layers if t.name.endswith("scales"))
+        return (
+            sum(t.bytes for t in layers) - scales,
+            scales,
+            [t for t in terms if "gradient" in t.name],
+        )
+
+    (exact, none, sums), (rounded, scales, same) = (
+        sent(f"sharding.gather_dtype={kind}") for kind in ("auto", "int8")
+    )
+    assert none == 0 and rounded * 2 == exact and sums == same
+    assert scales == 2 * 8 * 7 * 512 * 4  # two passes, eight layers of seven weights with 512 rows
 
 
 def test_one_device_sends_nothing(tiny):

@@ -14,6 +14,7 @@ import minitext as mt
 from minitext.cli import main
 from minitext.config.model import REMAT_NAMES
 from minitext.config.sections import MeshConfig
+from minitext.errors import UserError
 from minitext.hardware import CHIPS
 from minitext.models.flops import count_adapters
 from minitext.models.transformer import Transformer
@@ -68,6 +69,11 @@ CONFIGS = {
         "model.ffn.experts=16", "model.ffn.experts_per_token=4", "data.seq_len=8192", "train.global_batch=16",
     ),
     "lora": LORA,
+    # A layer's weights, sent in int8, are most of what a step works on.
+    "int8": (
+        "v5e:2x2", "llama3-8b", "mesh.fsdp=4", "train.global_batch=4", "data.seq_len=1024", "model.vocab=4096",
+        "model.layers=8", "model.remat=full", "sharding.gather_dtype=int8",
+    ),
     # Experts with biases, nothing recomputed.
     "kept": (
         "v5e:2x4", "gpt-oss-20b", *SMALL, "model.layers=8", "model.heads=16", "model.kv_heads=4", "model.mlp=1024",
@@ -329,6 +335,16 @@ STATES = ["model.attention.kind=deltanet", "model.attention.key_dim=128", "mesh.
 )
 def test_what_no_formula_knows_is_refused(monkeypatch, capsys, settings, named):
     refuses(monkeypatch, capsys, "memory", settings, named)
+
+
+@pytest.mark.parametrize("other", ["model.ffn.kind=moe", "pipeline.schedule=gpipe"])
+def test_weights_sent_in_int8_are_refused_where_no_formula_knows_them(other):
+    axes = ["mesh.stage=2", "mesh.data=1"] if "pipeline" in other else ["mesh.data=2"]
+    cfg = mt.load_config(
+        "laptop", [*TINY, "model.layers=2", "sharding.gather_dtype=int8", other, *axes]
+    )
+    with pytest.raises(UserError, match=f"gather_dtype=int8 with {other}: the formulas for memory"):
+        predict(cfg, abstract_mesh(cfg.mesh), "tpu")
 
 
 def test_a_search_without_a_formula_is_refused(monkeypatch, capsys):
