@@ -537,6 +537,15 @@ def test_draws_follow_the_distribution():
         assert not counts[~possible].any()
 
 
+@pytest.mark.parametrize("temperature", [1e-20, 1.2e-38, 1e-45])
+def test_the_coldest_draws_are_the_most_likely_tokens(temperature):
+    """Of several logits, although each divided by the temperature is more than a float32 holds."""
+    logits = jnp.asarray([[10.0, 30.0, 20.0]])
+    for want in (Want(True), Want(True, True)):
+        drawn = draw(logits, np.arange(1), knobs(1, temperature=[temperature]), None, want)
+        assert drawn.token == 1
+
+
 def test_a_row_draws_the_same_whatever_the_others_want():
     logits = jax.random.normal(jax.random.key(0), (6, V))
     positions, how = np.arange(6, dtype=np.int32), knobs(6, temperature=[0, 1, 2, 0, 1, 1])
