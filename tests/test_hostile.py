@@ -302,6 +302,7 @@ LINES = [
     ["judge", "{kernel}", "--memory", "-0.0", "--seconds", "inf"], ["compile", "target=v5e:-2x2", "mesh.fsdp=0"],
     [*GENERATE, "--chat", "y"], [*GENERATE, "--top-p", "0", "--top-k", "-1"],
     ["serve", "{run}", "--max-num-seqs", "257", "--speculate", "17"], ["serve", "{run}", "--port", "65536"],
+    ["serve", "{run}", "--max-model-len", HUGE], ["eval", "{run}", "--tasks", "a.yaml", "--max-model-len", HUGE],
     ["serve", "{run}", "--host", "256.1.1.1"], ["serve", "{run}", "--port", "0", "--tensor-parallel-size", "3"],
     ["serve", "{run}", "--tensor-parallel-size", "1024", "--data-parallel-size", "1024"], ["serve", "{run}", "--port",
      "0", "--adapter", "run={run}"], ["eval", "{run}", "--limit", "3"], ["eval", "{run}", "--tasks", ""],

@@ -587,8 +587,8 @@ i has the positions i·t to (i+1)·t - 1.
 - Keys and values go around a ring by `jax.lax.ppermute`. On n devices each device sends n - 1 parts of keys
   and n - 1 of values to its neighbour, and there is no other collective.
 - Blocks are merged by an online softmax: one running `out`, `top` and `size`, divided at the end. Nothing is
-  collected: a device computes the scores of one block [t, t] at a time. The check takes t < H, so scores are
-  small, and allows no array larger than a device's keys and values together.
+  collected: a device computes the scores of one block [t, t] at a time. The check uses t < H, so a block's
+  scores are smaller than its keys. It allows no array larger than a device's keys and values together.
 - Logits of ±90 give finite and correct results. t may be 1, and n need not be even.
 - You needn't balance the load: a device may compute blocks that it masks completely.
 - It is called inside `jax.jit` and `jax.set_mesh`; you write the `jax.shard_map`.

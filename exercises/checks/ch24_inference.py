@@ -1204,8 +1204,8 @@ them at once. Write `accept(draft, q_kV, p_kV, uniforms)`, which says what the l
 Whatever the small model guesses, the tokens are distributed exactly as if the large model had drawn them alone.
 """,
     hints=(
-        "Why can't the token that replaces a rejected guess come from p itself? Add up the probability of each token "
-        "for two tokens, q = (0.9, 0.1) and p = (0.5, 0.5).",
+        "Why can't the token that replaces a rejected guess come from p itself? Try it with two tokens, q = (0.9, "
+        "0.1) and p = (0.5, 0.5): how often does each come out?",
         "`np.maximum(p_kV[i] - q_kV[i], 0)` is the part of each token's probability that guesses don't provide. Its "
         "sum is below 1, so the number that you compare cumulative sums with is `uniforms[-1] * sum`.",
         "`for ... else` runs the `else` part when no guess was rejected. `np.searchsorted(np.cumsum(rest), u, "

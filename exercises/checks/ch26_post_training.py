@@ -324,7 +324,8 @@ lora_merge = Exercise(
     statement="""
 Write `merge(w, a, b, alpha, sign)`: the weights with an adapter added (`sign=1`) or taken out again (`sign=-1`).
 
-- The adapter changes x w to x w + (alpha / R) (x a) b, with R columns of a. After merging, x w alone gives the same.
+- The adapter changes x w to x w + (alpha / R) (x a) b, where R is the number of columns of a. After merging,
+  x w alone gives the same.
 - There may be any number of dimensions before D and F, such as one for the layers. Each matrix [D, F] has an adapter of
   its own.
 - The sum is formed in float32, and the result has the type of w.

@@ -31,14 +31,14 @@ rows before it, `window` rows in all, or fewer at the beginning. In NumPy, with 
     mean[b, t] = 0                                               otherwise
 
 Write `export_means(window, width, platforms)`. It returns the bytes of *one* program, exported and serialized with
-`jax.export`, that computes this for any number of texts B and any length T, which don't depend on each other.
+`jax.export`, that computes this for any number of texts B and, independently of B, any length T.
 
 - The program takes x [B, T, width] in float32 and length [B] in int32, and returns [B, T, width] in float32. `B` and
   `T` are symbolic; `window` and `width` are plain ints, fixed when you export.
 - It's lowered for exactly the platforms in `platforms`, in that order.
 - At or beyond a text's length, x may hold anything, even NaN.
-- A row of very large numbers changes only the means that it is in. (The difference of two long sums loses small
-  numbers.)
+- A row of very large numbers changes only the means that it is in. (So don't subtract two long sums: a large number
+  in both would wipe out the small ones.)
 - `T` may be smaller than `window`, and as small as 1.
 """,
     hints=(
@@ -223,7 +223,7 @@ manifest_ = Exercise(
     points=15,
     statement="""
 Write `faults(manifest, files, wanted)`: everything that's wrong with an artefact, as a sorted list of pairs
-(kind, name). Nothing is loaded before this list is empty.
+(kind, name). Nothing is loaded unless this list is empty.
 
 `manifest["files"]` has the files as they were written, with their size in `bytes` and `sha256` (hexadecimal). A name
 in it uses `/` between folders. Per file there's at most one fault, the first of these:

@@ -111,8 +111,8 @@ def mean_gradient(grad_fn, params, parts):
       parts: a pytree of arrays [M, ...]; part m has index m of each.
 
     Returns:
-      A pytree like params, each leaf in the dtype of its parameter: all
-      gradients over all tokens.
+      A pytree like params, each leaf in the dtype of its parameter: the sum of
+      all gradients, divided by the number of all tokens.
     """
     # BEGIN SOLUTION
 

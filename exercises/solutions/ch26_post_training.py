@@ -11,8 +11,8 @@ def answer_mask(messages, render, encode, end):
 
     Args:
       messages: dicts with "role" and "content".
-      render: render(messages, header) is the conversation as text, if header
-        is True with the opening of an assistant's turn after it.
+      render: render(messages, header) is the conversation as text. If header
+        is True, the opening of an assistant's turn comes after it.
       encode: encode(text) is a list of ids and a list of (start, stop), the
         characters of each token.
       end: the text that ends a turn.

@@ -81,6 +81,14 @@ TopK = Annotated[int, typer.Option(help="draw among this many most likely tokens
 TopP = Annotated[
     float, typer.Option(help="draw among the most likely tokens that sum to this probability")
 ]
+MaxModelLen = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        max=2**24,
+        help="tokens of a text, prompt included; 0: as the model was trained",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
 
 

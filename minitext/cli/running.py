@@ -13,6 +13,7 @@ import typer
 from minitext import files
 from minitext.cli.arguments import (
     Json,
+    MaxModelLen,
     Plot,
     RunDir,
     Settings,
@@ -364,9 +365,7 @@ def evaluate(
     apply_chat_template: Annotated[
         bool, typer.Option("--apply-chat-template", help="ask as in a conversation")
     ] = False,
-    max_model_len: Annotated[
-        int, typer.Option(min=0, help="tokens of a text; 0: as the model was trained")
-    ] = 0,
+    max_model_len: MaxModelLen = 0,
     as_json: Json = False,
 ) -> None:
     """Measure a trained model's loss on all of its validation text, or its scores on benchmarks.

@@ -18,6 +18,7 @@ import typer
 from minitext import files
 from minitext.cli.arguments import (
     Json,
+    MaxModelLen,
     RunDir,
     Settings,
     Temperature,
@@ -58,9 +59,6 @@ ApiKey = Annotated[
     ),
 ]
 
-MaxModelLen = Annotated[
-    int, typer.Option(min=0, help="tokens of a text, prompt included; 0: as the model was trained")
-]
 KvCacheDtype = Annotated[
     Literal["auto", "int8", "fp8"],
     typer.Option(help="type of what the cache holds; auto: the compute type"),

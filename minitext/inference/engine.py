@@ -750,16 +750,25 @@ class Engine:
                 self._divide(text)
 
     def _next_prompts(self) -> list[Text]:
-        """Returns the first text whose prompt isn't done, and others that fit beside it into one program."""
+        """Returns the first text whose prompt isn't done, and others that fit beside it into one program.
+
+        One program reads the pages of one beginning, so prompts that go together have all of it in common, or none.
+        """
         prompts = [text for text in self.running if text.in_prompt]
-        if not prompts or prompts[0].computed or not self._packs:
+        if not prompts or not self._packs:
             return prompts[:1]
-        found, room = [], self.options.chunk
-        for text in prompts:
-            if not found or (text.computed == 0 and _left(text) <= room):
+        found, room = prompts[:1], self.options.chunk - _left(prompts[0])
+        before = self._before(prompts[0])
+        for text in prompts[1:]:
+            if _left(text) <= room and self._before(text) == before:
                 found.append(text)
                 room -= _left(text)
         return found
+
+    def _before(self, text: Text) -> tuple[int, list[int]]:
+        """Returns how many tokens of a text are in the cache, and in which pages."""
+        pages = -(-text.computed // self.page_tokens)
+        return text.computed, self.pages.table(text.key)[:pages]
 
     def _divide(self, text: Text) -> None:
         """Lets the other texts of a request go on from the pages of the first, whose prompt is done."""

@@ -140,7 +140,8 @@ class MLA(nnx.Module):
             q_BTNH, k_BTNH, v_BTNW = checkpoint_name((q_BTNH, k_BTNH, v_BTNW), "qkv")
             out_BTNW = attend(q_BTNH, k_BTNH, v_BTNW, segment_ids_BT, self.cfg, self.rules)
         else:
-            out_BTNW = self._attend_to_latents(q_BTNH, earlier, now)
+            texts = segment_ids_BT if isinstance(cache, PagedLatentCache) else None
+            out_BTNW = self._attend_to_latents(q_BTNH, earlier, now, texts)
         return project_out(out_BTNW, self.o, self.rules), new
 
     def _compress(self, x_XD, positions_BT) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -183,8 +184,13 @@ class MLA(nnx.Module):
         sizes = heads, x.shape[-1] // heads
         return unflatten_tokens(x, batch, "heads", "head_dim", sizes=sizes, rules=self.rules)
 
-    def _attend_to_latents(self, q_BTNH, cache: LatentCache, new: LatentCache) -> jax.Array:
-        """Returns the heads' outputs [B, T, N, W] for T tokens after the cached ones, reading the cache in place."""
+    def _attend_to_latents(
+        self, q_BTNH, cache: LatentCache, new: LatentCache, segment_ids_BT: jax.Array | None
+    ) -> jax.Array:
+        """Returns the heads' outputs [B, T, N, W] for T tokens after the cached ones, reading the cache in place.
+
+        Tokens of several segments all follow the cached ones, and don't see each other.
+        """
         a, T, S = self.widths, q_BTNH.shape[1], cache.latent.shape[1]
         q_BTNU, q_BTNP = jnp.split(q_BTNH, [a.nope_dim], axis=-1)
         k_up_NRU, v_up_NRW = (w.by_head().astype(q_BTNH.dtype) for w in (self.k_up, self.v_up))
@@ -205,6 +211,8 @@ class MLA(nnx.Module):
         rows = filled_B1S.shape[0]
         filled_BTS = jnp.broadcast_to(filled_B1S, (rows, T, S))
         new_BTT = jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool)), (rows, T, T))
+        if segment_ids_BT is not None:
+            new_BTT &= segment_ids_BT[:, :, None] == segment_ids_BT[:, None]
         mask_B1TS = jnp.concatenate([filled_BTS, new_BTT], axis=-1)[:, None]
         probs = jax.nn.softmax(jnp.where(mask_B1TS, both, MASKED), axis=-1).astype(q_BTNH.dtype)
         mixed_BNTR = jnp.einsum("BNTS,BSR->BNTR", probs[..., :S], cache.latent)

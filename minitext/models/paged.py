@@ -5,8 +5,8 @@ them. A layer first writes its new tokens into the pages, which costs no copy be
 then attends to all. It is called with one of two shapes:
 
 - T = 1, B rows: one token of each text (decode), through `kernels.paged_attention`;
-- B = 1, T tokens: prefill, of whole prompts one after the other as segments of the row, or of a later part of one
-  prompt, which reads the earlier pages as one array.
+- B = 1, T tokens: prefill, of prompts one after the other as segments of the row, or of a part of one. What comes
+  before them is read from pages as one array: earlier parts, or a beginning that all these prompts share.
 
 Page 0 belongs to no text. Padding, of rows as of tokens, is written there.
 
@@ -41,8 +41,8 @@ class Paging(NamedTuple):
       page: [B, T] page of each token; 0 for padding.
       slot: [B, T] the token's slot in its page.
       table: [B, X] pages of each row's text in order, new tokens included if T = 1. Later entries may be any. In a
-        prompt's first part X is 0.
-      start: [B] tokens of the text before these; 0 for a row of several prompts.
+        prompt's first part X is 0. A row of several prompts has the pages that all of them begin with.
+      start: [B] tokens of the text before these; several prompts of a row have as many.
       state: [B] slot of the text's recurrent state; 0 for padding.
     """
 
@@ -137,7 +137,7 @@ class PagedKVCache(NamedTuple):
     ) -> tuple[jax.Array, "PagedKVCache"]:
         """Adds one layer's new tokens and attends to them and those before, with the options of `kernels.attention`.
 
-        Segments are of prompts without earlier tokens; other rows are one text.
+        Segments are of prompts that all follow the row's earlier tokens, if there are any.
 
         Returns:
           [B, T, N, H] in the queries' type, and the cache with the tokens in it.
@@ -170,6 +170,7 @@ class PagedKVCache(NamedTuple):
         k_1KSH, v_1KSH = (new._earlier(i, paging, q_BTNH.dtype)[..., :H] for i in (0, 1))
         k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
         earlier = k_1KSH, v_1KSH, paging.start[0]
+        options["segment_ids_BT"] = segment_ids_BT
         return kernels.cached_attention(q_BTNH, k_BKTH, v_BKTH, *earlier, **options), new
 
     def _earlier(self, which: int, paging: Paging, dtype: Any) -> jax.Array:

@@ -155,6 +155,29 @@ def test_texts_are_what_they_would_be_alone(model, kind):
     assert (usage.reused_tokens == 0) == (kind == "deltanet")
 
 
+@pytest.mark.parametrize("kind", audit_but(["window", "mla"], ["gqa", "window", "mla"]))
+def test_prompts_that_begin_alike_are_computed_together(model, kind):
+    """As under a common system prompt: the beginning is read from pages, and the rest of all is one program."""
+    cfg, params, _, greedy = model(kind)
+    options = EngineOptions(page_tokens=8, max_sequences=8, max_length=LONGEST, chunk=128)
+    engine = Engine(cfg, params, options)
+    begin = np.random.default_rng(3).integers(0, 48, 17).tolist()
+    answer(engine, Request(tuple(begin), 1, temperature=0))
+    asked = [
+        (prompt, ask(engine, Request(prompt, 4, temperature=0))[1])
+        for prompt in (tuple([*begin, 48, *range(n)]) for n in range(1, 9))
+    ]
+    before = engine.usage().steps
+    engine.step()
+    assert (
+        engine.usage().steps == before + 2
+    )  # a program for all prompts, and one for their next tokens
+    finish(engine)
+    assert engine.usage().reused_tokens == 8 * 16
+    assert [tokens_of(events)[0] for _, events in asked] == [greedy(p, 4) for p, _ in asked]
+    nothing_left(engine)
+
+
 NARROW = [
     f"{kind} {dtype}" for kind in ("gqa", "mla", "window", "period") for dtype in ("int8", "fp8")
 ]

@@ -210,6 +210,20 @@ def test_rows_of_a_cache_may_have_lengths_of_their_own(switches):
         np.testing.assert_allclose(got[row], run(*alone, length)[0], atol=1e-6)
 
 
+@pytest.mark.parametrize("switches", ["window", "chunk", "all"])
+def test_texts_of_a_row_follow_the_same_cache_and_not_each_other(switches):
+    options, sinks, _ = switched(**dense.SWITCHES[switches])
+    q, k, v, _ = inputs(3, 1, 14, 4, 2, 8, 3.0)
+    k_BKSH, v_BKSH = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    earlier = k_BKSH, v_BKSH, jnp.asarray([9])
+    run = functools.partial(kernels.cached_attention, **options, sinks_N=sinks)
+    segments = jnp.repeat(jnp.asarray([1, 2, 3]), jnp.asarray([5, 1, 8]))[None]
+    got = run(q, k_BKSH, v_BKSH, *earlier, segment_ids_BT=segments)
+    for begin, end in ((0, 5), (5, 6), (6, 14)):
+        new = q[:, begin:end], k_BKSH[:, :, begin:end], v_BKSH[:, :, begin:end]
+        np.testing.assert_allclose(got[:, begin:end], run(*new, *earlier), atol=1e-6)
+
+
 @pytest.mark.parametrize("apart", [False, True])
 def test_rows_of_a_cache_grow_at_their_own_ends(apart):
     old, late = jnp.zeros((2, 3, 1, 8, 4)), jnp.ones((2, 3, 1, 2, 4))

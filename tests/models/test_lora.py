@@ -87,10 +87,15 @@ def test_a_projection_and_its_gradients_are_those_of_the_formula():
 
     y = linear(jnp.float32(x), "mlp")
     grads, grad_x = jax.grad(summed, (0, 1))(params, jnp.float32(x))
-    np.testing.assert_allclose(y, x @ w + s * (x @ a @ b), rtol=1e-5)
-    np.testing.assert_allclose(grads["adapter"]["a"][...], s * x.T @ g @ b.T, rtol=1e-5)
-    np.testing.assert_allclose(grads["adapter"]["b"][...], s * (x @ a).T @ g, rtol=1e-5)
-    np.testing.assert_allclose(grad_x, g @ (w + s * a @ b).T, rtol=1e-5)
+    adapter = grads["adapter"]
+    for got, want in (
+        (y, x @ w + s * (x @ a @ b)),
+        (adapter["a"][...], s * x.T @ g @ b.T),
+        (adapter["b"][...], s * (x @ a).T @ g),
+        (grad_x, g @ (w + s * a @ b).T),
+    ):
+        # Where terms cancel, the rounding is theirs.
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6 * np.abs(want).max())
 
 
 def test_gradients_reach_adapters_through_stored_weights():

@@ -78,7 +78,9 @@ def test_logits_and_gradients_are_pefts(tmp_path_factory, modules, rslora):
     got = dict(zip(convert.tensors(table, grads), convert.values(table, grads), strict=True))
     assert got.keys() == want.keys() and len(got) == 3 * 2 * (2 if modules != "all-linear" else 7)
     for name, grad in got.items():
-        np.testing.assert_allclose(grad, want[name], rtol=2e-4, atol=1e-6)
+        # Terms cancel in the smallest entries: rounding is as large as the largest entries make it.
+        atol = 2e-5 * np.abs(want[name]).max()
+        np.testing.assert_allclose(grad, want[name], rtol=2e-4, atol=atol, err_msg=name)
     model.unload()  # leaves the cached model as it was
 
 

@@ -184,6 +184,7 @@ def cached_attention(
     cached_v_BKSH: jax.Array,
     length: jax.Array | int,
     *,
+    segment_ids_BT: jax.Array | None = None,
     mask: Mask = CAUSAL,
     softcap: float | None = None,
     sinks_N: jax.Array | None = None,
@@ -200,6 +201,8 @@ def cached_attention(
       cached_k_BKSH: [B, K, S, H] keys of the earlier tokens; slots from `length` on are ignored.
       cached_v_BKSH: [B, K, S, H] values of the earlier tokens, likewise.
       length: the number of filled slots, [B] if rows differ. New token t is at position `length` + t, and slot s at s.
+      segment_ids_BT: [B, T] texts of the new tokens, one after the other. Each follows the row's earlier tokens and
+        doesn't see the others; t then counts from the text's first new token. None: each row is one text.
       mask: which keys a query sees: causal, perhaps with a window or a chunk.
       softcap: c > 0 to bound logits as c tanh(logits / c), or None.
       sinks_N: [N] one logit per query head that joins the softmax and has no value, or None.
@@ -223,12 +226,16 @@ def cached_attention(
         both = softcap * jnp.tanh(both / softcap)
     # One length for all rows, or one for each.
     length_B1 = jnp.reshape(length, (-1, 1))
-    rows, slots_S = length_B1.shape[0], jnp.arange(S)
+    rows, slots_S = length_B1.shape[0] if segment_ids_BT is None else B, jnp.arange(S)
     filled_BTS = jnp.broadcast_to((slots_S < length_B1)[:, None], (rows, T, S))
     new_BTT = jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool)), (rows, T, T))
+    index_BT = jnp.arange(T)[None]
+    if segment_ids_BT is not None:
+        new_BTT &= segment_ids_BT[:, :, None] == segment_ids_BT[:, None]
+        index_BT -= jnp.argmax(new_BTT, axis=-1)  # of the text's first token
     mask_BTS = jnp.concatenate([filled_BTS, new_BTT], axis=-1)
     if mask != CAUSAL:
-        places_BT = length_B1 + jnp.arange(T)
+        places_BT = length_B1 + index_BT
         keys_BS = jnp.concatenate([jnp.broadcast_to(slots_S, (rows, S)), places_BT], axis=-1)
         mask_BTS &= mask.sees(places_BT[:, :, None], keys_BS[:, None])
     sinks_KX1 = None
