@@ -357,8 +357,8 @@ class Engine:
         self._numbers, self._keys = itertools.count(1), itertools.count(1)
         self._roots = itertools.count(-1, -1)
         self._adapters: dict[str, Loaded] = {}
-        self._lock, self._arrived = threading.Lock(), threading.Condition()
-        self._stepping = threading.Lock()
+        self._lock, self._arrived = threading.RLock(), threading.Condition()
+        self._stepping = threading.RLock()
         self._inbox: list[Text] = []
         self._submitted = self._ended = 0  # texts
         self._cancelled: set[tuple[int, int | None]] = set()
@@ -446,7 +446,7 @@ class Engine:
         alone = not (self.options.adapters or self.options.borrow) and all(
             map(is_adapter, variables)
         )
-        with self._idle("other weights"), self._on_mesh():
+        with self.idle("other weights"), self._on_mesh():
             params, places = self._placed(params), self.programs.places
             if alone:
                 self._replace(self.programs.lay_out_adapters(params))
@@ -465,7 +465,7 @@ class Engine:
         Raises:
           UserError: if there are texts.
         """
-        with self._idle("no weights"):
+        with self.idle("no weights"):
             self.arrays = []
 
     def load_adapter(self, name: str, params: Any) -> None:
@@ -478,7 +478,7 @@ class Engine:
         Raises:
           UserError: if there are texts, or no room for another adapter.
         """
-        with self._idle("an adapter"), self._on_mesh():
+        with self.idle("an adapter"), self._on_mesh():
             free = set(range(1, self.options.adapters + 1)) - {
                 a.number for a in self._adapters.values()
             }
@@ -500,7 +500,7 @@ class Engine:
         Raises:
           UserError: if there are texts, or the engine has no such adapter.
         """
-        with self._idle("another set of adapters"):
+        with self.idle("another set of adapters"):
             self._adapter(name)
             del self._adapters[name]
 
@@ -525,8 +525,15 @@ class Engine:
         self.arrays = whole
 
     @contextlib.contextmanager
-    def _idle(self, what: str) -> Iterator[None]:
-        """Keeps texts from coming, and raises if there are any."""
+    def idle(self, what: str) -> Iterator[None]:
+        """Keeps texts from coming meanwhile.
+
+        Args:
+          what: what the engine is to be given, for the error.
+
+        Raises:
+          UserError: if there are texts.
+        """
         with self._stepping, self._lock:
             if self._busy():
                 raise UserError(f"the engine continues texts: give it {what} when they are done")
@@ -765,7 +772,7 @@ class Engine:
 
     def _divide(self, text: Text) -> None:
         """Lets the other texts of a request go on from the pages of the first, whose prompt is done."""
-        siblings, text.siblings = text.siblings, []
+        siblings, text.siblings = [one for one in text.siblings if not one.ended], []
         late = []
         for one in siblings:
             if len(self.running) >= self.options.max_sequences:
@@ -778,6 +785,8 @@ class Engine:
                 self._copy([], [(text.state, one.state)])
             self.running.append(one)
         self.waiting.extendleft(reversed(late))
+        if text.ended:
+            self._forget_ended()
 
     def _decode(self) -> None:
         """Dispatches a token for every text whose prompt is done, and reads the tokens dispatched before."""
@@ -1000,13 +1009,20 @@ class Engine:
             text.sink(Event(text.sample, finish=finish, error=error))
 
     def _forget_ended(self) -> None:
-        """Gives back what ended texts have; what programs still write of them is overwritten by what comes later."""
-        for text in [text for text in self.running if text.ended]:
+        """Gives back what ended texts have; what programs still write of them is overwritten by what comes later.
+
+        One whose siblings wait for its prompt stays until they have it.
+        """
+
+        def over(text: Text) -> bool:
+            return text.ended and all(one.ended for one in text.siblings)
+
+        for text in [text for text in self.running if over(text)]:
             self.running.remove(text)
             self.pages.release(text.key)
             self._give_back(text)
-        if any(text.ended for text in self.waiting):
-            self.waiting = deque(text for text in self.waiting if not text.ended)
+        if any(over(text) for text in self.waiting):
+            self.waiting = deque(text for text in self.waiting if not over(text))
 
     def _give_back(self, text: Text) -> None:
         if text.state:
@@ -1014,7 +1030,17 @@ class Engine:
             text.state = 0
 
 
+# The least that an option of `EngineOptions` may be.
+LEAST = {
+    "page_tokens": 0, "cache_tokens": 0, "max_sequences": 1, "max_length": 1, "max_waiting": 1, "chunk": 1,
+    "speculate": 0, "adapters": 0,
+}  # fmt: skip
+
+
 def _check_options(cfg: ModelConfig, options: EngineOptions) -> None:
+    for name, least in LEAST.items():
+        if (value := getattr(options, name)) < least:
+            raise UserError(f"{name}={value}: choose {least} or more")
     if has_states(cfg) and options.speculate:
         raise UserError(
             f"speculate={options.speculate}: a recurrent state can't take guesses back; choose 0"

@@ -27,6 +27,7 @@ from minitext.inference.cpu_decode import (
     unstack_cache,
     unstack_layers,
 )
+from minitext.inference.sampling import COLDEST
 from minitext.models.transformer import Cache, Transformer, make_cache
 from minitext.terminal import show_bytes
 
@@ -73,7 +74,7 @@ def sample(logits_BV: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Arra
     """
     if sampling.temperature == 0:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    logits_BV = logits_BV / sampling.temperature
+    logits_BV = logits_BV / max(sampling.temperature, COLDEST)
     if 0 < sampling.top_k < logits_BV.shape[-1]:
         kth_B1 = jax.lax.top_k(logits_BV, sampling.top_k)[0][:, -1:]
         logits_BV = jnp.where(logits_BV < kth_B1, -jnp.inf, logits_BV)
@@ -196,9 +197,10 @@ class Generator:
         T = prompt_BT.shape[1]
         if not prompt_BT.size:
             raise UserError("the prompt is empty: give at least one character")
-        if prompt_BT.max() >= self.cfg.vocab:
+        outside = prompt_BT[(prompt_BT < 0) | (prompt_BT >= self.cfg.vocab)]
+        if outside.size:
             raise UserError(
-                f"the prompt holds token {prompt_BT.max()}, and the model's vocabulary has {self.cfg.vocab}"
+                f"the prompt holds token {outside[0]}, and the model's vocabulary has {self.cfg.vocab}"
             )
         check_length(self.cfg, len(prompt_BT), T, max_tokens, "max_tokens")
         programs = self._prepare()

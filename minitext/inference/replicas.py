@@ -6,7 +6,8 @@ do, that is always the first, so texts that begin alike meet in one cache.
 Chapters: 24.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from threading import Thread
 from typing import Any
 
@@ -56,19 +57,29 @@ class Replicas:
         self.engines[chosen].cancel(local, sample)
 
     def load(self, params: Any) -> None:
-        """Gives all engines other weights, as `Engine.load` does."""
-        for engine in self.engines:
-            engine.load(params)
+        """Gives all engines other weights, as `Engine.load` does; none of them if one has texts."""
+        with self._idle("other weights"):
+            for engine in self.engines:
+                engine.load(params)
 
     def load_adapter(self, name: str, params: Any) -> None:
-        """Gives all engines an adapter, as `Engine.load_adapter` does."""
-        for engine in self.engines:
-            engine.load_adapter(name, params)
+        """Gives all engines an adapter, as `Engine.load_adapter` does; none of them if one has texts."""
+        with self._idle("an adapter"):
+            for engine in self.engines:
+                engine.load_adapter(name, params)
 
     def unload(self, name: str) -> None:
-        """Takes an adapter from all engines, as `Engine.unload` does."""
-        for engine in self.engines:
-            engine.unload(name)
+        """Takes an adapter from all engines, as `Engine.unload` does; from none of them if one has texts."""
+        with self._idle("another set of adapters"):
+            for engine in self.engines:
+                engine.unload(name)
+
+    @contextlib.contextmanager
+    def _idle(self, what: str) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for engine in self.engines:
+                stack.enter_context(engine.idle(what))
+            yield
 
     @property
     def adapters(self) -> list[str]:

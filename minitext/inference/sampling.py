@@ -17,6 +17,9 @@ from jax.sharding import PartitionSpec
 
 from minitext.inference.requests import MOST_LOGPROBS
 
+# Divided by a lower temperature, other than 0, several logits would be infinite, and so equal.
+COLDEST = 1e-30
+
 
 class Knobs(NamedTuple):
     """How each of B rows draws; the fields are those of `Request`.
@@ -100,7 +103,8 @@ def draw_tokens(
     token_B = jnp.argmax(x_BV, axis=-1).astype(jnp.int32)
     if want.random:
         greedy_B = knobs.temperature == 0
-        scaled_BV = x_BV / jnp.where(greedy_B, 1.0, knobs.temperature)[:, None]
+        divisor_B = jnp.where(greedy_B, 1.0, jnp.maximum(knobs.temperature, COLDEST))
+        scaled_BV = x_BV / divisor_B[:, None]
         if want.filters:
             scaled_BV = filtered(scaled_BV, knobs)
 

@@ -372,7 +372,8 @@ class Texts:
                 more, tokens = text.push(event.token, event.logprob, event.top)
                 finish = "stop" if text.stopped else None
             else:
-                (more, tokens), finish = text.finish(), event.finish
+                more, tokens = text.finish()
+                finish = "stop" if text.stopped else event.finish
             if finish:
                 self._end(place, index, finish)
                 if not event.finish:  # a stop string, behind which the engine goes on

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import minitext as mt
 from minitext.config.sections import MeshConfig
 from minitext.errors import UserError
+from minitext.inference import engine as engine_module
 from minitext.inference import sampling
 from minitext.inference.engine import Engine, EngineOptions, dropless, prompt_lookup
 from minitext.inference.requests import Busy, Request
@@ -309,6 +310,23 @@ def test_a_cancelled_request_gives_its_pages_back_within_a_step(model):
     nothing_left(engine)
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_cancelled_text_leaves_its_siblings_alone(model, steps):
+    """Even the first, whose prompt they wait for."""
+    cfg, params, _, greedy = model("gqa")
+    engine, prompt = Engine(cfg, params, SMALL), tuple(range(40))
+    number, events = ask(engine, Request(prompt, 5, n=3, temperature=0))
+    for _ in range(steps):
+        engine.step()
+    assert not engine.running or engine.running[0].in_prompt
+    engine.cancel(number, 0)
+    finish(engine)
+    assert tokens_of(events, 0) == ([], "cancelled")
+    for sample in (1, 2):
+        assert tokens_of(events, sample) == (greedy(prompt, 5), "length")
+    nothing_left(engine)
+
+
 def test_the_queue_has_an_end(model):
     cfg, params, _, _ = model("gqa")
     engine = Engine(cfg, params, dataclasses.replace(SMALL, max_waiting=3))
@@ -411,6 +429,14 @@ def test_a_cache_beyond_the_devices_memory_is_refused(model, kind):
         UserError, match=r"a cache of 1,000,000,000,000,000 tokens takes .* lower --max-tokens"
     ):
         Engine(cfg, params, dataclasses.replace(SMALL, cache_tokens=10**15))
+
+
+@pytest.mark.parametrize("name", ["page_tokens", "max_sequences", "max_length", "chunk"])
+def test_an_option_below_its_least_is_refused(model, name):
+    cfg, params, _, _ = model("gqa")
+    least = engine_module.LEAST[name]
+    with pytest.raises(UserError, match=f"{name}={least - 1}: choose {least} or more"):
+        Engine(cfg, params, dataclasses.replace(SMALL, **{name: least - 1}))
 
 
 def test_a_cache_type_that_cannot_be_is_refused(model):
@@ -532,6 +558,15 @@ def test_draws_follow_the_distribution():
         chi_squared = np.sum((counts[possible] - means) ** 2 / means)
         assert chi_squared < 16.3  # 0.1% for three degrees of freedom
         assert not counts[~possible].any()
+
+
+@pytest.mark.parametrize("temperature", [1e-20, 1.2e-38, 1e-45])
+def test_the_coldest_draws_are_the_most_likely_tokens(temperature):
+    """Of several logits, although each divided by the temperature is more than a float32 holds."""
+    logits = jnp.asarray([[10.0, 30.0, 20.0]])
+    for want in (Want(True), Want(True, True)):
+        drawn = draw(logits, np.arange(1), knobs(1, temperature=[temperature]), None, want)
+        assert drawn.token == 1
 
 
 def test_a_row_draws_the_same_whatever_the_others_want():

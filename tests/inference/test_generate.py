@@ -118,6 +118,13 @@ def test_top_p_draws_only_from_the_nucleus(seed, p):
     assert set(np.unique(drawn)) <= set(order[:size].tolist())
 
 
+@pytest.mark.parametrize("temperature", [1e-20, 1e-38, 1e-45])
+def test_the_coldest_draws_are_the_most_likely_tokens(temperature):
+    """Of several logits, although each divided by the temperature is more than a float32 holds."""
+    logits = jnp.asarray([[10.0, 30.0, 20.0]])
+    assert sample(logits, jax.random.key(0), Sampling(temperature)) == 1
+
+
 def test_draws_follow_the_distribution():
     logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.2]]))
     drawn = draw(logits, jax.random.split(jax.random.key(0), 4000), Sampling(1.0))
@@ -128,7 +135,8 @@ def test_draws_follow_the_distribution():
 
 @pytest.mark.parametrize(
     ("prompt", "sampling", "named"),
-    [([], GREEDY, "empty"), ([40], GREEDY, "token 40"), ([1], Sampling(-1.0), "temperature=-1"),
+    [([], GREEDY, "empty"), ([40], GREEDY, "token 40"), ([3, -1], GREEDY, "token -1"),
+     ([1], Sampling(-1.0), "temperature=-1"),
      ([1], Sampling(float("nan")), "temperature=nan"), ([1], Sampling(top_k=-2), "top_k=-2"),
      ([1], Sampling(top_p=0.0), "top_p=0"), ([1], Sampling(top_p=1.5), "top_p=1.5")],
 )  # fmt: skip

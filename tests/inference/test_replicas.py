@@ -9,6 +9,7 @@ from flax import nnx
 
 import minitext as mt
 from minitext.config.sections import MeshConfig
+from minitext.errors import UserError
 from minitext.inference.engine import Engine, dropless
 from minitext.inference.replicas import Replicas, divide, make_replicas
 from minitext.inference.requests import Busy, Request
@@ -49,6 +50,16 @@ def two(made):
 def ask(replicas, request):
     events = []
     return replicas.submit(request, events.append), events
+
+
+def alone(replicas, request):
+    """What each of the replicas answers."""
+    found = []
+    for engine in replicas.engines:
+        _, events = ask(engine, request)
+        finish(engine)
+        found.append(tokens_of(events))
+    return found
 
 
 def test_two_replicas_of_two_devices_answer_like_one_engine(made):
@@ -169,3 +180,22 @@ def test_warming_up_compiles_what_short_texts_need(made):
     assert sum(event.finish == "length" for event in events) == 4
     assert (engine.programs.decode._cache_size(), engine.programs.prefill._cache_size()) == compiled
     nothing_left(engine)
+
+
+def test_replicas_change_together_or_not_at_all(two, made):
+    """One that has a text keeps the others from taking weights too: they would answer as different models."""
+    cfg, _ = made
+    second = nnx.state(Transformer(cfg, rngs=nnx.Rngs(2)))
+    request = Request((1, 2, 3), 6, temperature=0)
+    before = alone(two, request)
+    ask(two, Request((1, 2), 2))
+    ask(two, Request((1, 2), 30))
+    while two.engines[0].step():
+        pass
+    with pytest.raises(UserError, match="when they are done"):
+        two.load(second)
+    finish(two)
+    assert alone(two, request) == before
+    two.load(second)
+    after = alone(two, request)
+    assert after[0] == after[1] != before[0]

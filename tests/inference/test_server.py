@@ -302,6 +302,15 @@ def test_stop_strings_end_the_text_and_never_show(tiny):
     assert tiny.engine.told[-1] == tiny.engine.numbered[-1]  # no more is computed
 
 
+def test_a_stop_string_may_be_complete_only_when_the_text_ends(tiny):
+    """Half a character waits for the rest of it, and is written as U+FFFD where none comes."""
+    asked = {"model": "tiny", "prompt": "a", "max_tokens": 1, "logit_bias": {str(0xE6): 100}}
+    half = tiny.client().completions.create(**asked).choices[0]
+    assert (half.text, half.finish_reason) == ("\ufffd", "length")
+    choice = tiny.client().completions.create(**asked, stop="\ufffd").choices[0]
+    assert (choice.text, choice.finish_reason) == ("", "stop")
+
+
 def test_settings_reach_the_engine(tiny):
     tiny.client().completions.create(
         model="tiny", prompt="abc", max_tokens=2, top_p=0.5, presence_penalty=0.5, frequency_penalty=-0.5,
