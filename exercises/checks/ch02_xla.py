@@ -948,7 +948,7 @@ roll_loop = Exercise(
     minutes=25,
     points=10,
     statement="""
-The layers of this model alternate, so its author wrote a Python loop:
+The layers of this model use tanh and relu by turns, so its author wrote a Python loop:
 
 ```python
 def unrolled(x_BD, w_LDD, b_LD):

@@ -22,7 +22,8 @@ in which nothing ran.
 
 - An event's *own* time is its duration minus that of the events directly inside it on the same lane. A name's own time
   is the sum over all its events. An event may contain another of the same name.
-- Lanes run at the same time. The window is idle when *no* lane has an event.
+- A lane is one line of a trace, such as a thread. Lanes run at the same time. The window is idle when *no* lane has an
+  event.
 - Only time inside the window counts: events may begin before it and end after it. A name that has no time inside the
   window is still in the result, with 0.
 - Events come in any order. An event that starts where another ends isn't inside it, and an event can have no duration.
@@ -795,8 +796,7 @@ goodput = Exercise(
     points=15,
     statement="""
 Write `goodput(lines)`, which takes a run's ledger and returns the shares of its time. Each line is one event, with the
-time it began and how long it took. Several jobs write into one file, one after the other, and each begins with a
-`job_start`.
+time it began and how long it took. Several jobs write into one file, and each begins with a `job_start`.
 
 - The whole time runs from the first start to the last end. The shares sum to 1.
 - A step is `"lost"` if *any* later job's first step has its number or a lower one. That job resumed from an earlier

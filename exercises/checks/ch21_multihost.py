@@ -883,10 +883,11 @@ index, count, batch)`, which each of the new processes calls.
 `folder` has a folder for each step, such as `step-900`, in which each of the n processes that saved has left a file
 such as `process-0-of-4.npz`. A file has, for each array of the state,
 
-- `NAME`: the rows that the process held; `NAME:start`: the number of the first of them in the whole array. If
-  processes held copies, the same rows are in several files. Pieces may differ in length.
+- `NAME`: the rows that the process held. If processes held copies, the same rows are in several files. Pieces may
+  differ in length.
+- `NAME:start`: the number of the first of these rows in the whole array.
 
-and `rows_read`: how many rows of data *this process* has trained on since the run began.
+It also has `rows_read`: how many rows of data *this process* has trained on since the run began.
 
 - Use the newest step that is **whole**, which means that all its n files are there. (n is the same in all files of a
   step, and may differ between steps.) A killed process may have left files with other names; ignore them. If no step is
@@ -1253,11 +1254,12 @@ Each second has one of seven causes:
 
 - `"start-up"`: from `start` to `first`; in an attempt without a step, to the fault that ended it. The fault that ended
   the attempt *before* pays; no fault pays for the start-up of the first attempt.
-- `"lost"`: the whole time of a completed step, if any later attempt resumed from a lower step. From the *first*
-  such attempt, go back through those before it, at most to the one that took the step. Stop as soon as one had read a
-  checkpoint: it still had the step, so the fault that ended it pays. An attempt whose `resumed` is None undoes
-  nothing and keeps nothing; one that has read a checkpoint counts, even if it completed no step. A checkpoint may be
-  damaged, so an attempt may go back further than the one before it, and undo steps of several attempts.
+- `"lost"`: the whole time of a completed step, if any later attempt resumed from a lower step. To find the fault that
+  pays, go back from the *first* such attempt to the nearest attempt before it whose `resumed` isn't None. (The attempt
+  that took the step is one of these, so you never go back beyond it.) That attempt still had the step, so the fault
+  that ended it pays. An attempt whose `resumed` is None undoes nothing and keeps nothing; any other counts, even if it
+  completed no step. A checkpoint may be damaged, so an attempt may go back further than the one before it, and undo
+  steps of several attempts.
 - `"lost"` is also, in an attempt with a step, the time from the end of its last completed step to the fault that ended
   it, which pays.
 - `"slow"`: if a passing fault overlaps a step that counts, the time that the step took beyond the usual, at least 0.
