@@ -37,7 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from minitext import hardware
 from minitext.config.model import DeltaNetConfig, ModelConfig, MoEConfig
@@ -593,13 +593,11 @@ class Engine:
         told(len(runs), len(runs))
 
     def _rehearse_decode(self, ints_BX: np.ndarray, floats_B4: np.ndarray, want: Want) -> None:
-        """Decodes padding, once with tokens of the host's and once with its own."""
-        token_B: Any = np.zeros(len(ints_BX), np.int32)
-        for _ in range(2):
-            drawn, self.cache = self.programs.decode(
-                self.arrays, self.cache, token_B, ints_BX, floats_B4, None, want=want
-            )
-            token_B = drawn.token
+        """Decodes padding."""
+        token_B = self._like_drawn(np.zeros(len(ints_BX), np.int32))
+        _, self.cache = self.programs.decode(
+            self.arrays, self.cache, token_B, ints_BX, floats_B4, None, want=want
+        )
 
     def _rehearse_prefill(self, size: int) -> None:
         """Computes a prompt's first part that is all padding."""
@@ -922,12 +920,20 @@ class Engine:
         adjustments = None
         if any(text.adjusts for text in texts):
             adjustments = self._adjustments([text for text, _, _ in rows], size)
+        if token_B is None:
+            token_B = self._like_drawn(host_B)
         drawn, self.cache = self.programs.decode(
-            self.arrays, self.cache, host_B if token_B is None else token_B, ints_BX, floats_B4,
-            adjustments, want=want,
-        )  # fmt: skip
+            self.arrays, self.cache, token_B, ints_BX, floats_B4, adjustments, want=want
+        )
         self._counts["steps"] += 1
         return drawn
+
+    def _like_drawn(self, token_B: np.ndarray) -> jax.Array:
+        """Puts the host's tokens where a program puts those it draws, or it would be compiled once for each."""
+        whole = self.arrays[0].sharding
+        if self.mesh is not None:
+            whole = NamedSharding(self.mesh, PartitionSpec(None))
+        return jax.device_put(token_B, whole)
 
     def _rows(self, count: int) -> int:
         """Returns the rows of the program that decodes so many."""

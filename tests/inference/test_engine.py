@@ -612,6 +612,23 @@ def test_eight_devices_give_the_tokens_of_one(kind, dtype):
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_decode_program_is_compiled_once(model, tensor):
+    """Whether the tokens come from the host, as the first do, or from the step before."""
+    cfg, params, _, _ = model("gqa")
+    sizes = MeshConfig(data=1, tensor=tensor)
+    mesh = make_mesh(sizes, devices=jax.devices()[:tensor]) if tensor > 1 else None
+    # No other test has a cache of this size, and so its programs.
+    engine = Engine(cfg, params, dataclasses.replace(SMALL, cache_tokens=168), mesh=mesh)
+    before = engine.programs.decode._cache_size()
+    answer(engine, Request((5, 6, 7), 6, temperature=0.0))
+    assert engine.programs.decode._cache_size() == before + 1
+    engine.warm_up(1)  # a second one draws
+    assert engine.programs.decode._cache_size() == before + 2
+    answer(engine, Request((5, 6, 7), 6, temperature=1.0))
+    assert engine.programs.decode._cache_size() == before + 2
+
+
 def test_a_mesh_that_does_not_divide_the_model_is_refused(model):
     cfg = mt.load_config(
         "laptop", [*TINY, "model.embed=48", "model.heads=6", "model.kv_heads=6", "model.mlp=6"]
