@@ -134,12 +134,13 @@ def test_what_is_only_bounded_is_said(tiny):
 def test_experts_that_qwix_stores_run_on_one_accelerator_alone():
     device = jax.sharding.AbstractDevice(device_kind="TPU v5", num_cores=None, platform="tpu")
     nothing: Any = None  # neither layout nor rules are looked at
-    args: Any = (lambda x, params, layout: (x, params), 1, 2, {"gate": None}, nothing)
+    params: Any = {"gate": 2}
+    args: Any = (lambda x, params, layout: (x, params), 1, params, {"gate": None}, nothing)
     for size in (1, 2):
         mesh = jax.sharding.AbstractMesh((size,), ("data",), abstract_device=device)
         with jax.sharding.use_abstract_mesh(mesh):
             if size == 1:
-                assert on_each_device(*args, rules=nothing, regather=False) == (1, 2)
+                assert on_each_device(*args, rules=nothing, regather=False) == (1, params)
             else:
                 with pytest.raises(UserError, match="stored by Qwix"):
                     on_each_device(*args, rules=nothing, regather=False)
