@@ -1585,6 +1585,59 @@ wrong_logsumexp(
     "value).",
     backward=unnormalised_backward,
 )
+
+
+def narrow_backward(residuals, g):
+    logits, value = residuals
+    finite = jnp.where(jnp.isfinite(value), value, 0.0).astype(logits.dtype)
+    softmax = jnp.exp(logits - finite[..., None])
+    return ((g[..., None] * softmax).astype(logits.dtype),)
+
+
+wrong_logsumexp(
+    "gradient_computed_in_bfloat16",
+    "Your backward rule computes in the dtype of the logits. In bfloat16 `x - value` keeps 8 bits, and its exponential "
+    "is off by percents: convert x to float32 first, and the gradient back at the end.",
+    backward=narrow_backward,
+)
+
+
+def unguarded_backward(residuals, g):
+    logits, value = residuals
+    softmax = jnp.exp(logits.astype(jnp.float32) - value[..., None])
+    return ((g[..., None] * softmax).astype(logits.dtype),)
+
+
+wrong_logsumexp(
+    "gradient_of_nothing_but_minus_infinity",
+    "In a row of -inf the value is -inf too, and in your backward rule -inf - -inf is nan. The gradient there is 0.",
+    backward=unguarded_backward,
+)
+
+
+def sigmoid_backward(residuals, g):
+    (softmax,) = good_backward(residuals, jnp.ones_like(g))
+    return ((g[..., None] * softmax * (1 - softmax)).astype(softmax.dtype),)
+
+
+wrong_logsumexp(
+    "softmax_differentiated",
+    "You multiply by 1 - softmax, as if softmax itself were differentiated. The gradient of logsumexp is softmax.",
+    backward=sigmoid_backward,
+)
+
+
+def floored_forward(logits):
+    return good_forward(jnp.maximum(logits, jnp.asarray(-1e30, logits.dtype)))
+
+
+wrong_logsumexp(
+    "large_number_for_infinity",
+    "You replace -inf by a large negative number. A row of nothing else must give -inf.",
+    forward=floored_forward,
+)
+
+
 wrong_logsumexp(
     "cotangent_not_in_a_tuple",
     "Your backward rule returns an array. It returns a tuple with one cotangent for each argument, "
@@ -1855,7 +1908,7 @@ RULES = {
 def reversed_(
     closed_jaxpr, args, *, rules=RULES, start=lambda out: 1.0, add=lambda a, b: a + b, order=reversed,
     literal=lambda x: x.val, consts=True, missing=lambda: 0.0, result=lambda jaxpr: jaxpr.outvars, calls=True,
-    shared=False, passed=lambda cts: cts,
+    shared=False, passed=lambda cts: cts, operands="pairs", inside=True,
 ):  # fmt: skip
     """The right answer, with what one gets wrong as arguments."""
     everywhere = {}, {}
@@ -1877,6 +1930,8 @@ def reversed_(
             inputs = [read(x) for x in eqn.invars]
             if eqn.primitive.name == "jit" and calls:
                 outs, inner = run(eqn.params["jaxpr"], inputs)
+                if not inside:
+                    inner = lambda cts, i=inputs: [0.0] * len(i)  # noqa: E731
                 pull = lambda cts, inner=inner: inner(passed(cts))  # noqa: E731
             else:
                 rule = rules[eqn.primitive.name]
@@ -1887,9 +1942,11 @@ def reversed_(
 
         def backward(cts):
             def give(variables, cts):
-                for x, ct in zip(variables, cts, strict=True):
-                    if not is_literal(x):
-                        total[x] = add(total[x], ct) if x in total else ct
+                named = [
+                    pair for pair in zip(variables, cts, strict=True) if not is_literal(pair[0])
+                ]
+                for x, ct in dict(named).items() if operands == "dict" else named:
+                    total[x] = add(total[x], ct) if x in total else ct
 
             give(result(jaxpr), cts)
             for eqn, pull in order(pulls):
@@ -1923,6 +1980,32 @@ def from_first_to_last(closed, args):
 )
 def product_swapped(closed, args):
     return reversed_(closed, args, rules=RULES | {"mul": lambda ct, x, y: (ct * x, ct * y)})
+
+
+@reverse.mutant(
+    "An equation may use one value twice, as x * x does. You put its contributions into a dict, where the second one "
+    "takes the place of the first: add both."
+)
+def operands_in_a_dict(closed, args):
+    return reversed_(closed, args, operands="dict")
+
+
+@reverse.mutant("The derivative of -x is -1: the cotangent changes its sign.")
+def neg_without_sign(closed, args):
+    return reversed_(closed, args, rules=RULES | {"neg": lambda ct, x: (ct,)})
+
+
+@reverse.mutant("The derivative of the sine is the cosine.")
+def sin_of_input(closed, args):
+    return reversed_(closed, args, rules=RULES | {"sin": lambda ct, x: (ct * jnp.sin(x),)})
+
+
+@reverse.mutant(
+    "You compute what a jitted function returns, but your backward pass doesn't go through its equations, as if its "
+    "results were constants."
+)
+def calls_are_constant(closed, args):
+    return reversed_(closed, args, inside=False)
 
 
 @reverse.mutant("The second operand of a difference gets the cotangent with a minus sign.")

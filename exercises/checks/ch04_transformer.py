@@ -1909,6 +1909,19 @@ def keeps_the_beginning(q, k, v, cache, window):
 
 
 @window.mutant(
+    "Your pieces don't wrap around the end of the cache: `dynamic_update_slice` moves back a slice that would stick "
+    "out, onto tokens that are still needed. Write to `(count + arange) % window`."
+)
+def does_not_wrap(q, k, v, cache, window):
+    keep = min(k.shape[1], window)
+
+    def slots(count, new):
+        return jnp.minimum(new[-keep] % window, window - keep) + jnp.arange(keep)
+
+    return ring(q, k, v, cache, window, slots=slots)
+
+
+@window.mutant(
     "You write each piece to the beginning of the cache. It belongs in the slots of the oldest tokens; where those are "
     "depends on how many were read before."
 )

@@ -385,6 +385,24 @@ CASES = {
 }
 
 
+def made_by(collectives, B, D, F, data):
+    """What each collective of a program makes, as a sentence for the learner."""
+    arrays = {
+        "x_BD or y_BD, [B/data, D]": B // data * D,
+        "x_BD or y_BD, whole": B * D,
+        "h_BF, [B/data, F]": B // data * F,
+        "h_BF, whole": B * F,
+        "w_DF or v_FD, whole": D * F,
+    }
+    found = []
+    for one in collectives:
+        names = [name for name, size in arrays.items() if 4 * size == one.bytes]
+        found.append(
+            f"{'a' if one.kind[0] in 'cr' else 'an'} {one.kind} of {' or '.join(names) or f'{one.bytes} bytes'}"
+        )
+    return f"Your program has {', '.join(found) or 'none'}"
+
+
 def compiles_to(t, fn, case):
     data = pick(t, 2, 4)
     mesh = jax.make_mesh((data, 8 // data), ("data", "tensor"))
@@ -401,13 +419,26 @@ def compiles_to(t, fn, case):
         compiled = t.compiled(fn(case), *args)
         y = compiled(*args)
     want = np.maximum(host[0] @ host[1], 0) @ host[2]
-    t.close(y, want, rtol=1e-3, atol=1e-4, why=f"case {case}, B={B} D={D} F={F} on {mesh.shape}")
+    parts = np.split(host[0], 8 // data, 1), np.split(host[1], 8 // data, 0)
+    told = {
+        "There is no relu in this: it is (x w) v": host[0] @ host[1] @ host[2],
+        "Here relu acts on each device's part of the sum over D; it comes after the sum": sum(
+            np.maximum(x @ w, 0) for x, w in zip(*parts, strict=True)
+        )
+        @ host[2],
+        "Here relu acts on the result too, or on it alone; it comes between the products": np.maximum(
+            want, 0
+        ),
+    }
+    where = f"case {case}, B={B} D={D} F={F} on {mesh.shape}"
+    t.close(y, want, rtol=1e-3, atol=1e-4, why=where, mistakes=told)
     said = ",".join(f"{n}@{a}" if a else str(n) for n, a in zip((B, D), result, strict=True))
     t.equal(str(jax.typeof(y)), f"float32[{said}]", why=f"the result's type in case {case}")
     wide = F if case in "BC" else D
     kind = {"A": "all-reduce", "B": "all-gather", "C": "all-reduce", "D": "all-to-all"}[case]
     found = {k: list(v) for k, v in hlo.collectives(compiled.as_text()).items()}
-    why = f"collectives (count, bytes) in case {case}, B={B} D={D} F={F} on {dict(mesh.shape)}"
+    why = f"collectives (count, bytes) in case {case}, B={B} D={D} F={F} on {dict(mesh.shape)}. "
+    why += made_by(hlo.Module(compiled.as_text()).collectives(), B, D, F, data)
     t.equal(found, {kind: [1, 4 * B // data * wide]}, why=why)
 
 
@@ -612,7 +643,22 @@ def softmax_is(t, fn, x, vocab, data, why):
         placed = jax.device_put(x, P("data", "tensor"))
         p = jax.jit(lambda x: fn(x, vocab))(placed)
     where = f"{why}, [B, V] = {x.shape}, vocab={vocab}, mesh {data} x {8 // data}"
-    t.close(p, padded(right_softmax(x, vocab), x.shape[1]), rtol=1e-4, atol=1e-6, why=where)
+    column = np.arange(x.shape[1])
+    width, devices = data * x.shape[1] // 8, 8 // data
+    each = np.where(column % width < max(vocab // devices, 1), x, -np.inf)
+    told = {
+        "You put 0 in place of the padding, and e to the power of 0 is 1. Put -inf there": right_softmax(
+            np.where(column < vocab, x, 0), len(column)
+        ),
+        "Your sum includes the padding": right_softmax(x, len(column)) * (column < vocab),
+        "You keep the first vocab / tensor columns of each device; the padding is all at the end": right_softmax(
+            each, len(column)
+        ),
+    }
+    want = padded(right_softmax(x, vocab), len(column))
+    t.close(
+        p, want, rtol=1e-4, atol=1e-6, why=where, mistakes=told if vocab < len(column) else None
+    )
     t.equal(str(jax.typeof(p)), str(jax.typeof(placed)), why=f"the result's type, {where}")
 
 
@@ -691,7 +737,7 @@ def _(fn, t):
 
 def ported(
     x, vocab, *, columns=True, top="all", stop=True, total=("tensor",), late=False, gather=False,
-    fill=-jnp.inf, past=0, early=False, frozen=False,
+    fill=-jnp.inf, past=0, early=False, frozen=False, whole=False,
 ):  # fmt: skip
     """The right answer, with what mutants change."""
 
@@ -711,8 +757,9 @@ def ported(
         if top == "all" and not gather:
             mine = jax.lax.pmax(mine, "tensor")
         e = jnp.exp(x - mine if top else x)
-        sums = jnp.sum(e, axis=1, keepdims=True)
-        sums = jax.lax.psum(sums, total) if total and not gather else sums
+        sums = jnp.sum(jax.lax.psum(e, total) if whole else e, axis=1, keepdims=True)
+        total_here = () if whole else total
+        sums = jax.lax.psum(sums, total_here) if total_here and not gather else sums
         p = e / (jax.lax.stop_gradient(sums) if frozen else sums)
         if late:
             p = jnp.where(keep, p, 0)
@@ -784,6 +831,21 @@ def padded_maximum(x, vocab):
 )
 def finite_mask(x, vocab):
     return ported(x, vocab, fill=-1000.0)
+
+
+@shard_map_port.mutant(
+    "You put 0 in place of the padding, and e to the power of 0 is 1, which counts in the sum. Put -inf there."
+)
+def zero_mask(x, vocab):
+    return ported(x, vocab, fill=0.0)
+
+
+@shard_map_port.mutant(
+    "You send every column through `psum` and add up the row afterwards. Add up the device's own columns first: then "
+    "one number for each row is sent."
+)
+def sums_late(x, vocab):
+    return ported(x, vocab, whole=True)
 
 
 @shard_map_port.mutant("Column `vocab` is already padding: you keep one column too many.")

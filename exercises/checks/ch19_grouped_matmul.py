@@ -618,6 +618,43 @@ times its rows of grad.
 )
 
 
+def products_by_visits(
+    x, grad, sizes, tile, *, owns="rows", clear="group", masked=("x", "grad"), last=1
+):
+    """The gradients of groups with rows, visit by visit, with a mistake that is asked for; NaN for empty groups."""
+    past = -len(x) % tile
+    x, grad = (
+        np.pad(a.astype(np.float64), ((0, past), (0, 0)), constant_values=np.nan) for a in (x, grad)
+    )
+    ends = np.cumsum(sizes)
+    made = np.full((len(sizes), x.shape[1], grad.shape[1]), np.nan)
+    total, before = 0.0, None
+    pairs = visits_by_hand(sizes, tile)
+    pairs += pairs[-1:] * (last - 1)
+    for group, number in pairs:
+        row = np.arange(tile) + (0 if owns == "places" else number * tile)
+        own = (row >= ends[group] - sizes[group]) & (row < ends[group])
+        if owns == "one more":
+            own |= row == ends[group]
+        elif owns == "to the end":
+            own = row < ends[group]
+        elif owns == "from the start":
+            own = row >= ends[group] - sizes[group]
+        elif owns == "all":
+            own |= True
+        now = {"group": group, "tile": number, "never": 0}[clear]
+        total = 0.0 if now != before else total
+        before = now
+        part = slice(number * tile, (number + 1) * tile)
+        mine = [
+            np.where(own[:, None] | (name not in masked), a[part], 0)
+            for name, a in (("x", x), ("grad", grad))
+        ]
+        total = total + mine[0].T @ mine[1]
+        made[group] = total
+    return made
+
+
 def grads(fn, t, sizes, rows, why, *, K=24, N=40, dtype=jnp.float32, tile=8):
     sizes, own = np.asarray(sizes, np.int32), owners(sizes, rows)
     x, grad = numbers(t, rows, K, dtype=dtype), numbers(t, rows, N, dtype=dtype)
@@ -648,7 +685,34 @@ def grads(fn, t, sizes, rows, why, *, K=24, N=40, dtype=jnp.float32, tile=8):
         "Only the last group is stored": np.where(
             np.arange(len(sizes))[:, None, None] == len(sizes) - 1, want, np.nan
         ),
+        "The last group isn't stored: no other group follows its last visit": np.where(
+            np.arange(len(sizes))[:, None, None] == len(sizes) - 1, np.nan, want
+        ),
     }
+    if all(sizes):
+        wrong = {
+            "Row `end` is the next group's: a group has the rows from start to end - 1": {
+                "owns": "one more"
+            },
+            "A group's first tile also has rows of the group before: you don't check where it starts": {
+                "owns": "to the end"
+            },
+            "A group's last tile also has rows of the group after: you don't check where it ends": {
+                "owns": "from the start"
+            },
+            "You compare a row's place in its tile with the bounds, which count rows of the matrix": {
+                "owns": "places"
+            },
+            "The sum begins anew at each tile, not at each group": {"clear": "tile"},
+            "The last visit counts more than once: the grid is `(count,)`": {
+                "last": len(sizes) - 1
+            },
+            "The last visit counts twice: the grid is `(count,)`": {"last": 2},
+            "Each group is added to the sum of those before it": {"clear": "never"},
+            "Rows of other groups count too: whole tiles are multiplied": {"owns": "all"},
+        }
+        for text, options in wrong.items():
+            mistakes[text] = products_by_visits(x, grad, sizes, tile, **options)
     t.close(
         got, want, rtol, 1e-2 if dtype == jnp.bfloat16 else 1e-3, where, dtype, mistakes=mistakes
     )
@@ -696,7 +760,9 @@ def _(fn, t):
     compiles(t, call, *shapes, sizes)
 
 
-def gradients_with(*, mask="both", begin="group", skip=False, acc=jnp.float32, copy=False):
+def gradients_with(
+    *, mask="both", begin="group", skip=False, acc=jnp.float32, copy=False, complete="last", own="rows", entries=False
+):  # fmt: skip
     """The solution with a mistake that is asked for."""
 
     def fn(x_MK, grad_MN, table, tile_m=8):
@@ -708,18 +774,25 @@ def gradients_with(*, mask="both", begin="group", skip=False, acc=jnp.float32, c
             v, steps = pl.program_id(0), pl.num_programs(0)
             g = groups_ref[v]
             first = (v == 0) | (g != groups_ref[jnp.maximum(v - 1, 0)])
-            last = (v == steps - 1) | (g != groups_ref[jnp.minimum(v + 1, steps - 1)])
+            other = g != groups_ref[jnp.minimum(v + 1, steps - 1)]
+            last = other if complete == "next" else (v == steps - 1) | other
+            turned = (v == 0) | (tiles_ref[v] != tiles_ref[jnp.maximum(v - 1, 0)])
 
-            @pl.when({"group": first, "visit": v >= 0, "once": v == 0}[begin])
+            @pl.when({"group": first, "visit": v >= 0, "once": v == 0, "tile": turned}[begin])
             def _():
                 acc_ref[...] = jnp.zeros_like(acc_ref)
 
             row = tiles_ref[v] * tile_m + jax.lax.broadcasted_iota(jnp.int32, (tile_m, 1), 0)
-            own = (row >= bounds_ref[g]) & (row < bounds_ref[g + 1])
+            row = row - (tiles_ref[v] * tile_m if own == "places" else 0)
+            mine = (row >= bounds_ref[g]) & (row < bounds_ref[g + 1])
+            if own == "one more":
+                mine = (row >= bounds_ref[g]) & (row <= bounds_ref[g + 1])
+            elif own == "to the end":
+                mine = row < bounds_ref[g + 1]
             x, grad = x_ref[...].astype(jnp.float32), grad_ref[...].astype(jnp.float32)
             if mask != "none":
-                x = jnp.where(own, x, 0)
-                grad = jnp.where(own, grad, 0) if mask == "both" else grad
+                x = jnp.where(mine, x, 0)
+                grad = jnp.where(mine, grad, 0) if mask == "both" else grad
             part = jax.lax.dot_general(
                 x.astype(x_ref.dtype),
                 grad.astype(grad_ref.dtype),
@@ -736,7 +809,7 @@ def gradients_with(*, mask="both", begin="group", skip=False, acc=jnp.float32, c
             kernel,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=3,
-                grid=(count,),
+                grid=(table[1].shape[0] if entries else count,),
                 in_specs=[
                     pl.BlockSpec((tile_m, K), lambda v, _b, _g, tiles: (tiles[v], 0)),
                     pl.BlockSpec((tile_m, N), lambda v, _b, _g, tiles: (tiles[v], 0)),
@@ -762,6 +835,46 @@ mistaken(
     "Rows that no group owns may be NaN, and 0 times NaN is NaN. Mask both factors, and choose with `jnp.where`: a "
     "product with the mask keeps the NaN.",
     gradients_with(mask="one"),
+)
+mistaken(
+    backward,
+    "never_completed",
+    "You store a group's sum when the next visit is another group's, so the last group is never stored: no visit "
+    "follows. Store it in the last step too.",
+    gradients_with(complete="next"),
+)
+mistaken(
+    backward,
+    "one_row_more",
+    "Row `end` is the next group's first. A group has the rows from its bound up to the next bound, without that one.",
+    gradients_with(own="one more"),
+)
+mistaken(
+    backward,
+    "lower_bound_forgotten",
+    "You check only where a group ends. Its first tile may also have rows of the group before.",
+    gradients_with(own="to the end"),
+)
+mistaken(
+    backward,
+    "rows_of_the_tile",
+    "You compare a row's place in its tile with the bounds. They count rows of the matrix: add the tile's first row, "
+    "`tile * tile_m`.",
+    gradients_with(own="places"),
+)
+mistaken(
+    backward,
+    "begins_at_each_tile",
+    "You reset the sum when the tile changes. A group may have several tiles, and a tile several groups: reset it when "
+    "the group changes.",
+    gradients_with(begin="tile"),
+)
+mistaken(
+    backward,
+    "grid_of_all_entries",
+    "Your grid has a step for every entry of the table. Those from `count` on repeat the last visit, whose product is "
+    "then added again: the grid is `(count,)`.",
+    gradients_with(entries=True),
 )
 mistaken(
     backward,
@@ -896,12 +1009,30 @@ def means(fn, t, sizes, rows, why, *, N=40, spoiled=None, tile=8):
     if spoiled is not None:
         t.true(np.isnan(got[spoiled]).all(), f"the mean of a group with NaN is not NaN, {where}")
         got, want = np.delete(got, spoiled, 0), np.delete(want, spoiled, 0)
+    in_parts, last_part, one_more = (np.zeros_like(want, shape=(len(sizes), N)) for _ in range(3))
+    padded = np.pad(x, ((0, -rows % tile), (0, 0)), constant_values=np.nan)
+    for g, size in enumerate(sizes):
+        mine = np.flatnonzero(own == g)
+        for number in np.unique(mine // tile):
+            part = x[mine[mine // tile == number]]
+            in_parts[g] += part.mean(0)
+            last_part[g] = part.sum(0) / size
+        if size:
+            end = mine[-1] + 1
+            one_more[g] = padded[mine[0] : end + (end % tile > 0)].sum(0) / size
+    if spoiled is not None:
+        in_parts, last_part, one_more = (
+            np.delete(a, spoiled, 0) for a in (in_parts, last_part, one_more)
+        )
     at = sizes if spoiled is None else np.delete(sizes, spoiled)
     at = at[:, None].astype(np.float64)
     mistakes = {
         "Those are sums; a mean is divided by the group's rows": want * at,
         "Each sum is divided by the tile's rows, not by the group's": want * at / tile,
         "Each sum is divided by the group's rows plus 1": want * at / (at + 1),
+        "These are the means of each tile's part of a group, added up": in_parts,
+        "Only a group's last tile counts: its sum begins anew at each visit": last_part,
+        "Row `end` is the next group's: a group has the rows from start to end - 1": one_more,
         "The NaN is a product of 0 and a row of somebody else, or that row itself": np.where(
             np.isnan(np.broadcast_to(got, want.shape)), np.nan, want
         ),
