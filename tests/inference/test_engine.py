@@ -169,9 +169,8 @@ def test_prompts_that_begin_alike_are_computed_together(model, kind):
     ]
     before = engine.usage().steps
     engine.step()
-    assert (
-        engine.usage().steps == before + 2
-    )  # a program for all prompts, and one for their next tokens
+    # A program for all prompts, and one for their next tokens.
+    assert engine.usage().steps == before + 2
     finish(engine)
     assert engine.usage().reused_tokens == 8 * 16
     assert [tokens_of(events)[0] for _, events in asked] == [greedy(p, 4) for p, _ in asked]
