@@ -679,7 +679,9 @@ each row has the chosen conversation as segment 1 and the rejected one as segmen
 - Everything is computed in float32, even for bfloat16 inputs: differences, sums and margins.
 """,
     hints=(
-        "-log σ(m) is a function that `jax.nn` has, under a name that begins with soft. What does it do at ±10,000?",
+        "Work out one row by hand: the change of each target, its sum over each of the two answers, the rewards, the "
+        "margin. Which of these does the failing check show? (-log σ(m) is in `jax.nn`, under a name that begins with "
+        "soft.)",
         "Which targets belong to answer 1 and which to 2 is a [B, T, 2] array of booleans. Select with `jnp.where`, "
         "and sum over T. A row is a pair if both have a target.",
         "`change = logp.astype(f32) - ref.astype(f32)`, `is_BT2 = (segment[..., None] == jnp.array([1, 2])) & (mask > "
@@ -730,13 +732,15 @@ def dpo_with(
         margin = -margin if swapped else margin
         margin = beta * margin if beta_twice else margin
         loss = -jnp.log(jax.nn.sigmoid(margin)) if naive else jax.nn.softplus(-margin)
-        loss = loss if sigmoid else -margin
+        loss = {True: loss, False: -margin, "alone": -jax.nn.sigmoid(margin)}[sigmoid]
         reward = reward if scaled else sums.astype(jnp.float32)
         pair = of.any(1).all(-1)
         if rows == "segments":
             pair = (segment_BT[..., None] == jnp.array([1, 2])).any(1).all(-1)
         if rows == "all":
             return loss.mean(), reward
+        if rows == "either":
+            pair = of.any(1).any(-1)
         if rows == "rejected":
             pair = of.any(1)[:, 1]
         if rows == "divided":
@@ -815,10 +819,15 @@ def _(fn, t):
 
 @dpo.check("what isn't an answer")
 def _(fn, t):
+    # On CPUs XLA turns a product with a converted bool into a choice, which hides that 0 times NaN is NaN.
+    options = {"xla_disable_hlo_passes": "algsimp"}
+    as_written = jax.jit(lambda *args: fn(*args, 0.3), compiler_options=options)
+    gradient = jax.jit(jax.grad(lambda *args: fn(*args, 0.3)[0]), compiler_options=options)
     for rubbish in (-1e4, -np.inf, np.nan):
         args = packed(t, 4, 24, empty=rubbish)
-        prefers(fn, t, args, 0.3, f"log-probabilities outside of answers are {rubbish}")
-        got = jax.grad(lambda x, a=args: fn(x, *a[1:], 0.3)[0])(args[0])
+        why = f"log-probabilities outside of answers are {rubbish}"
+        prefers(lambda *args: as_written(*args[:-1]), t, args, 0.3, why)
+        got = gradient(*args)
         want = jax.grad(lambda x, a=args: dpo_with()(x, *a[1:], 0.3)[0])(args[0])
         t.close(got, want, 1e-4, 1e-6, f"the gradient, where the rest is {rubbish}")
 
@@ -912,12 +921,15 @@ for name, hint, options in (
     ("rewards_without_beta", "The rewards that you return lack beta.", {"scaled": False}),
     ("margin_alone", "The loss of a pair is -log σ of the margin. Yours is the margin with a minus.",
      {"sigmoid": False}),
+    ("sigmoid_alone", "Your loss is -σ of the margin. It lacks the logarithm: the loss is -log σ.",
+     {"sigmoid": "alone"}),
     ("segments_from_0", "The chosen conversation is segment 1, and the rejected one is segment 2. Segment 0 is "
      "padding.", {"segments": (0, 1)}),
     ("beta_twice", "beta is already in the rewards. You multiply their margin by it once more.", {"beta_twice": True}),
     ("prompt_too", "You sum over the prompts, too. mask_BT says which targets are an answer's.", {"masked": "ignored"}),
     ("times_mask", "You multiply by the mask. 0 times NaN or infinity is NaN: select with `jnp.where`.",
      {"masked": "times"}),
+    ("either_answer", "You count a row that has either answer. A pair has both.", {"rows": "either"}),
     ("one_answer", "You check only for the rejected answer. A row that has nothing else isn't a pair.",
      {"rows": "rejected"}),
     ("by_segments", "You ask whether a row has both segments. A segment may be a prompt without an answer.",
