@@ -168,8 +168,15 @@ def _(fn, t):
     rubbish = t.rng.choice([np.nan, np.inf, -np.inf], logits.shape).astype(np.float32)
     logits = jnp.where((mask != 0)[..., None], logits, rubbish)
     targets = np.where(mask != 0, targets, np.resize([-1, 10, 10**6], mask.shape)).astype(np.int32)
-    t.close(fn(logits, targets, mask)[0], want, rtol=1e-5, why="the sum")
-    t.close(loss_gradient(fn, logits, targets, mask), grad, atol=1e-5, why="the gradient")
+    told = "NaN under mask 0 got into it: 0 times NaN is NaN, so choose with `jnp.where`, don't multiply"
+    total = fn(logits, targets, mask)[0]
+    t.close(total, want, rtol=1e-5, why="the sum", mistakes={told: np.nan})
+    got = loss_gradient(fn, logits, targets, mask)
+    told = "the backward pass multiplies 0 by a derivative at NaN: NaN must be out before the first exponential"
+    hidden = (mask == 0)[..., None]
+    t.close(
+        got, grad, atol=1e-5, why="the gradient", mistakes={told: np.where(hidden, np.nan, grad)}
+    )
 
 
 @cross_entropy.check("nothing to predict")
@@ -290,6 +297,18 @@ def multiplied_by_the_mask(logits_BTV, targets_BT, mask_BT):
     mask_BT = (mask_BT != 0).astype(jnp.float32)
     loss_BT = nll(logits_BTV.astype(jnp.float32), targets_BT)
     return jnp.sum(loss_BT * mask_BT), jnp.sum(mask_BT)
+
+
+@cross_entropy.mutant(
+    "You multiply the logits by the mask before you compute anything. The place is right, but 0 times nan is nan: "
+    "choose with jnp.where."
+)
+def logits_times_the_mask(logits_BTV, targets_BT, mask_BT):
+    counts_BT = mask_BT != 0
+    loss_BT = nll(
+        logits_BTV * counts_BT[..., None].astype(jnp.float32), jnp.where(counts_BT, targets_BT, 0)
+    )
+    return jnp.sum(jnp.where(counts_BT, loss_BT, 0.0)), jnp.sum(counts_BT, dtype=jnp.float32)
 
 
 @cross_entropy.mutant(
