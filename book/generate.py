@@ -341,7 +341,7 @@ def first_result() -> str:
     """The index page's example with the output that it really gives."""
     script = BOOK / "first_result.py"
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=900, check=False
     )
     if done.returncode:
         raise SystemExit(f"{script} failed:\n{done.stderr}")
