@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from minitext.book.grading import Exercise, evaluate, raising
 from minitext.book.grading.watch import Watched
@@ -168,6 +169,25 @@ def test_what_a_check_raises_is_about_the_result():
     assert evaluate.choose_hint(attempt) == raising.NOTHING
     attempt = evaluate.Attempt(halving(), lambda x, y: 5, SEED, LEARNER, source="answer.py").run()
     assert evaluate.choose_hint(attempt).startswith(raising.RESULT)
+
+
+def test_what_the_compiler_refuses_is_about_the_kernel():
+    def narrow(x, y):
+        def kernel(x_ref, o_ref):
+            o_ref[...] = x_ref[...]
+
+        block = pl.BlockSpec((5, 128), lambda i: (i, 0))
+        return pl.pallas_call(kernel, grid=4, in_specs=[block], out_specs=block, out_shape=x)(x)
+
+    exercise = Exercise("90.kernel", "Kernel", "kernel", 10, 1, "s", ("first", "b", "c"))
+
+    @exercise.check("Mosaic compiles it")
+    def _(fn, t):
+        array = jax.ShapeDtypeStruct((20, 128), jnp.float32)
+        t.true(jax.jit(fn).trace(array, array).lower(lowering_platforms=("tpu",)))
+
+    attempt = evaluate.Attempt(exercise, narrow, SEED, LEARNER, source="answer.py").run()
+    assert evaluate.choose_hint(attempt).startswith(raising.KERNEL)
 
 
 @pytest.mark.parametrize("part", ["used", "compared"])

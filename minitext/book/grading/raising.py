@@ -5,6 +5,7 @@ import re
 NOTHING = "Your answer returns None: some way through it ends without a `return` of a value."
 INSIDE = "There is None where the statement asks for a value: within your answer's result, or from one of its methods."
 RESULT = "Your answer's result is of another kind than the statement asks for"
+KERNEL = "Your kernel runs as it's simulated, but the compiler refuses it"
 # (type, what its message has, what to say): the first row that fits is used.
 _CAUSES = (
     (
@@ -158,6 +159,8 @@ def cause(kind: str, text: str, own: bool, none: bool) -> str:
     if not own:
         if "NoneType" in text:
             return nothing(none)
+        if re.search("Pallas|Mosaic", text):
+            return f"{KERNEL}: {text.rstrip('.')}."
         kinds = ("TypeError", "AttributeError", "KeyError", "IndexError", "ValueError")
         return f"{RESULT}: {text.rstrip('.')}." if kind in kinds else ""
     for kinds, pattern, said in _CAUSES:
