@@ -150,7 +150,7 @@ def gradient(closed_jaxpr, args):
       args: sequence of float32 scalars, perhaps traced.
 
     Returns:
-      A tuple of float32 scalars, the derivative by each argument.
+      A tuple of float32 scalars, the derivative with respect to each argument.
     """
     # YOUR CODE HERE
     raise NotImplementedError("01.reverse")

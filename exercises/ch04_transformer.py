@@ -105,7 +105,7 @@ def attend_window(q_BTNH, k_BTKH, v_BTKH, cache, window):
       k_BTKH: [B, T, K, H] their keys, rotated already; query head n uses key
         and value head n // (N // K).
       v_BTKH: [B, T, K, H] their values.
-      cache: None at the beginning of a text, then what the call before
+      cache: None at the beginning of a text, then what the previous call
         returned.
       window: how many tokens a token sees, itself included: an int, 1 or more,
         the same in all calls for a text.

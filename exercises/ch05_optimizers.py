@@ -26,7 +26,7 @@ def adamw_update(
       b1: decay of the first moment.
       b2: decay of the second moment.
       eps: added to the root of the corrected second moment.
-      weight_decay: share of a parameter that decays, times the rate.
+      weight_decay: the factor lambda on a parameter that decays.
 
     Returns:
       (updates, state): what is to be *added* to the parameters, in float32,
@@ -101,8 +101,8 @@ def skip_spikes(inner, window, factor, patience):
       inner: optax.GradientTransformation.
       window: how many accepted norms are remembered, an odd int.
       factor: a norm above this times their median is a spike, a float.
-      patience: after so many skipped steps in a row no norm counts as a spike,
-        an int of 1 or more.
+      patience: after this many skipped steps in a row no norm counts as a
+        spike, an int of 1 or more.
 
     Returns:
       (init, update), two functions as in an optax.GradientTransformation:

@@ -18,7 +18,7 @@ retracing = Exercise(
     statement="""
 Lines of source code come in every length, and each new length costs a trace and a compilation.
 Write `make_scorer(score, max_length)`. It returns a function that scores a line of any length from
-1 to `max_length`, but shows `score` only lengths that are powers of two.
+1 to `max_length`, but calls `score` only with lengths that are powers of two.
 
 - Pad a line of `n` tokens to the smallest power of two that holds it: 1, 2, 4, 8, and so on. A line
   of 16 tokens isn't padded at all. For lines near `max_length`, the padded length may exceed
@@ -31,9 +31,9 @@ Write `make_scorer(score, max_length)`. It returns a function that scores a line
 """,
     hints=(
         "The trace cache belongs to the jitted function. How long does that function have to live?",
-        "Do the padding in NumPy, before JAX sees the line. JAX mustn't see the number n, "
-        "neither as a shape nor as a static argument. It may see n as data, that is, as a "
-        "mask.",
+        "Do the padding in NumPy, before JAX sees the line. If JAX sees the number n as a shape "
+        "or as a static argument, it traces again for each n. It may see n as data, that is, as "
+        "a mask.",
         "`jitted = jax.jit(score)` once, outside the inner function. The padded length is "
         "`1 << (n - 1).bit_length()`. Fill `np.zeros(padded, np.int32)` with the line, build the "
         "mask from `np.arange(padded) < n`, and call `jitted(tokens_T, mask_T)`.",
@@ -1264,8 +1264,8 @@ logsumexp = Exercise(
     points=15,
     forbid=("jax.nn", "jax.scipy.special", "scipy"),
     statement="""
-The loss of a language model is $\\log \\sum_v e^{x_v} - x_{\\text{target}}$. Its first half decides
-both the memory and the accuracy of the loss, so write that half yourself, with its own rule for the
+The loss of a language model is $\\log \\sum_v e^{x_v} - x_{\\text{target}}$. Its first term decides
+both the memory and the accuracy of the loss, so write that term yourself, with its own rule for the
 backward pass. Fill in three functions: the value, the forward rule, and the backward rule. The line
 with `defvjp` is given.
 
@@ -1709,8 +1709,8 @@ for functions of scalars.
   jaxpr has constants too: `closed_jaxpr.consts` are the values of `closed_jaxpr.jaxpr.constvars`. An argument may be
   unused. The result may be an argument or a literal, and other equations may follow the one that computes it.
 - `eqn.primitive.bind(*inputs, **eqn.params)` runs a primitive.
-- It works on traced arguments, so that it can be compiled and differentiated. The program it makes is a few times as
-  long as the function, however often the function uses a value, and however many arguments it has.
+- `gradient` works on traced arguments, so that it can be compiled and differentiated. The program it makes is a few
+  times as long as the function, however often the function uses a value, and however many arguments it has.
 - You may not use JAX's own derivatives.
 """,
     hints=(

@@ -315,8 +315,8 @@ the test that catches it. `find_leaks(model, x_TD)` returns a boolean array `[T,
         "Which array holds the derivative of every output with respect to every input, and "
         "what is its shape?",
         "`jax.jacrev(model)(x_TD)` is `[T, V, T, D]`: output position, output feature, input "
-        "position, input feature. You need one number for each pair of positions, and signed "
-        "numbers that aren't zero can have a sum that is.",
+        "position, input feature. You need one number for each pair of positions, and numbers "
+        "of opposite sign can add up to zero.",
         "Sum `jnp.abs(jacobian)` over axes 1 and 3, compare with 0, and keep the entries "
         "above the diagonal with `jnp.triu(..., k=1)`.",
     ),

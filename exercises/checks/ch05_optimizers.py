@@ -39,8 +39,8 @@ where the term $\\lambda w$ applies only to parameters that `decays` marks with 
 - `state["count"]` is the number of updates *before* this one, an int32 array. One compiled function
   serves all updates.
 - Moments and arithmetic are float32, even if gradients are bfloat16.
-- A gradient of zero moves only parameters that decay. A gradient of $10^{-12}$ needs no special
-  treatment: follow the formula.
+- A parameter whose gradients have all been zero moves only if it decays. A gradient of $10^{-12}$
+  needs no special treatment: follow the formula.
 """,
     hints=(
         "Do one leaf on paper first. Then `jax.tree.map` takes a function of as many arguments as "

@@ -24,7 +24,7 @@ def make_scorer(score, max_length):
       ValueError: (from the scorer) the line is empty or longer than max_length.
     """
     # BEGIN SOLUTION
-    # One jitted function, as long as the scorer lives: it has the trace cache.
+    # One jitted function for the scorer's whole life: it holds the traces.
     jitted_score = jax.jit(score)
 
     def scorer(line):
@@ -211,7 +211,7 @@ def gradient(closed_jaxpr, args):
       args: sequence of float32 scalars, perhaps traced.
 
     Returns:
-      A tuple of float32 scalars, the derivative by each argument.
+      A tuple of float32 scalars, the derivative with respect to each argument.
     """
     # BEGIN SOLUTION
     rules = {
@@ -225,7 +225,7 @@ def gradient(closed_jaxpr, args):
     }
 
     def run(closed, args):
-        """The results, and a function of their cotangents: those of args."""
+        """The results, and a map from their cotangents to those of args."""
         # A jitted function has one jaxpr for all its calls: each run of it has
         # values and cotangents of its own.
         jaxpr, pulls = closed.jaxpr, []

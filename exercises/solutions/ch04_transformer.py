@@ -41,7 +41,7 @@ def find_leaks(model, x_TD):
     jacobian_TVTD = jax.jacrev(model)(x_TD)
     # Absolute values before any sum: terms of opposite sign would hide a leak.
     influence_TT = jnp.sum(jnp.abs(jacobian_TVTD), axis=(1, 3))
-    # 0 is exact here: a masked weight is 0, and every derivative through it.
+    # 0 is exact here: a masked weight is 0, and so are derivatives through it.
     return jnp.triu(influence_TT > 0, k=1)
     # END SOLUTION
 
@@ -146,7 +146,7 @@ def attend_window(q_BTNH, k_BTKH, v_BTKH, cache, window):
       k_BTKH: [B, T, K, H] their keys, rotated already; query head n uses key
         and value head n // (N // K).
       v_BTKH: [B, T, K, H] their values.
-      cache: None at the beginning of a text, then what the call before
+      cache: None at the beginning of a text, then what the previous call
         returned.
       window: how many tokens a token sees, itself included: an int, 1 or more,
         the same in all calls for a text.
@@ -161,8 +161,8 @@ def attend_window(q_BTNH, k_BTKH, v_BTKH, cache, window):
         empty = jnp.zeros((B, window, K, H), k_BTKH.dtype)
         cache = empty, empty, jnp.int32(0)
     k_BWKH, v_BWKH, count = cache
-    # Slot j holds the last position read that leaves remainder j. The first
-    # ones are below 0 until the ring is full.
+    # Slot j holds the last position read that leaves remainder j. A position
+    # below 0 stands for a slot that is still empty.
     newest = count - 1
     slot_W = jnp.arange(window)
     held_W = newest - (newest - slot_W) % window

@@ -26,7 +26,7 @@ def adamw_update(
       b1: decay of the first moment.
       b2: decay of the second moment.
       eps: added to the root of the corrected second moment.
-      weight_decay: share of a parameter that decays, times the rate.
+      weight_decay: the factor lambda on a parameter that decays.
 
     Returns:
       (updates, state): what is to be *added* to the parameters, in float32,
@@ -69,8 +69,8 @@ def clip_tree(grads, limit):
     # BEGIN SOLUTION
     wide = [g.astype(jnp.float32) for g in jax.tree.leaves(grads)]
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in wide))
-    # Where nothing is to be done the factor is exactly 1, and no division by
-    # zero is ever made.
+    # The factor for a short gradient is exactly 1. The maximum keeps the
+    # division away from zero.
     scale = jnp.where(norm > limit, limit / jnp.maximum(norm, limit), 1.0)
 
     def shorten(g):
@@ -146,8 +146,8 @@ def skip_spikes(inner, window, factor, patience):
       inner: optax.GradientTransformation.
       window: how many accepted norms are remembered, an odd int.
       factor: a norm above this times their median is a spike, a float.
-      patience: after so many skipped steps in a row no norm counts as a spike,
-        an int of 1 or more.
+      patience: after this many skipped steps in a row no norm counts as a
+        spike, an int of 1 or more.
 
     Returns:
       (init, update), two functions as in an optax.GradientTransformation:
