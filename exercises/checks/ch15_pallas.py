@@ -820,7 +820,7 @@ two: one read, one write.
 
 - A block is `block_M` whole rows. Each is loaded once and stored once, in one Pallas call, and nothing outside it
   touches an array of x's size.
-- x is float32 or bfloat16, and so is the result. In between, compute in float32.
+- x is float32 or bfloat16, and the result has the same type. In between, compute in float32.
 - A row may have logits of both 90 and -90, and entries may be -inf. A row that is all -inf gives zeros.
 - M and N are at least 1. Rows are independent, so two cores can share them.
 - It compiles for a v5e at `[8190, 4096]`.
@@ -1263,9 +1263,9 @@ what order are the fewest blocks loaded?
 Write `order_steps(wanted_RK)`, which returns `(loads, steps)`. `wanted_RK` is an array of booleans: block r of the
 result is the sum of those blocks k of x for which `wanted_RK[r, k]` is true.
 
-- `steps` is a list of tuples `(r, k, adds)`. Such a step has block r of the result and block k of x. If it's the first
-  one of block r, it sets that to 0. Then, if `adds` is true, it adds block k to it.
-- Each wanted pair has exactly one step, which adds.
+- `steps` is a list of tuples `(r, k, adds)`. Such a step works on block r of the result and has block k of x. The
+  first step of a block r sets it to 0. Then, if `adds` is true, the step adds block k.
+- Each wanted pair has exactly one step, and that step adds.
 - A block of the result that wants nothing still has to be set to 0. It has exactly one step, which adds nothing, with
   any block of x. There are no other steps.
 - Blocks of the result come in the order 0, 1, 2 and so on, all the steps of one before those of the next. Within a

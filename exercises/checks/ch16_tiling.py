@@ -578,8 +578,8 @@ bfloat16 in and out, grid (rows, columns, steps of K), a float32 scratch of `(m,
 - If several move equally few bytes, take the one with the fewest steps in all, then with the least VMEM, then the
   smallest (m, k, n).
 
-It returns the tiles and the bytes, or None if no tiles fit. The last check asks about a product whose sizes are yours
-alone.
+It returns the tiles and the bytes, or None if no tiles fit. The last check asks about a product whose sizes are drawn
+for you.
 """,
     hints=(
         "How many times does all of x go through VMEM? How many times does w? In which two cases are these not the "
@@ -872,16 +872,17 @@ double_buffering = Exercise(
     points=20,
     forbid=("jax.experimental.pallas.tpu.emit_pipeline",),
     statement="""
-Write `streamed_matmul(x_MK, w_KN, k)` for few rows of x and a weight matrix that is larger than VMEM. Start the copies
-yourself.
+Write `streamed_matmul(x_MK, w_KN, k)` for few rows of x and a weight matrix that is too large to be one block. Start
+the copies yourself.
 
 - It is one Pallas call. x and the result are whole in VMEM (`pl.BlockSpec()`). w stays in HBM
   (`pl.BlockSpec(memory_space=pl.ANY)`) and comes in parts of k rows, where k divides K. Each part is copied once.
 - VMEM holds only **two** parts of w, each in its own slot with its own semaphore. While one part is multiplied, the
   next is being copied.
 - The result is float32, and so are its sums.
-- It compiles for a v5e with x `[128, 16384]` and w `[16384, 1024]`, which takes 32 MiB. Mosaic needs to know that a
-  slice of x's columns starts at a multiple of 128: `pl.multiple_of(step * k, k)` tells it.
+- It compiles for a v5e with x `[128, 16384]` and w `[16384, 1024]`, which takes 32 MiB, twice what a kernel
+  gets by default. Mosaic needs to know that a slice of x's columns starts at a multiple of 128:
+  `pl.multiple_of(step * k, k)` tells it.
 """,
     hints=(
         "First write it with one slot: start, wait, multiply. Which copy can you start before that wait, and into "

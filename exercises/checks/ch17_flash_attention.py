@@ -117,7 +117,7 @@ Write `online_softmax(blocks)`. It gets blocks of logits one after another, each
 softmax over all of them would give: the weighted sum of values, and the logsumexp.
 
 - `blocks` is an iterator, so you can go through it only once. Its blocks differ in width. Use each block before you ask
-  for the next one: a list of all blocks is as large as all logits of a row.
+  for the next one: a list of all blocks is as large as all the logits at once.
 - A row may contain logits of 90 and of -90, in any order, so a block's maximum may be above or below the one before.
   While one row is near 90, another may be near -90.
 - Some logits are -inf, perhaps a block's whole row, before or after finite ones. A row that has only -inf gives zeros,
@@ -420,7 +420,7 @@ mistaken(
 
 
 @online.mutant(
-    "You put all blocks into a list before you begin. Together they are as large as all logits of a row: use each "
+    "You put all blocks into a list before you begin. Together they are as large as all the logits at once: use each "
     "block as it comes, and keep only the maximum, the sum and the output."
 )
 def listed(blocks):
@@ -477,9 +477,11 @@ block_mask = Exercise(
     seconds=30.0,
     statement="""
 Xiao et al. keep a model with sliding windows stable by letting every token see the first few tokens of the row as
-well {cite}`xiao2024`. Query t sees key s if $s \\le t$, **and** $s > t - \\text{window}$ **or** $s < \\text{prefix}$.
-`Mask` has no such condition. Write `block_kinds(T, block_q, block_kv, window, prefix)`, which says for each block
-whether none (0), some (1) or all (2) of it is seen. Compute it from the block's corners alone.
+well {cite}`xiao2024`. Query t sees key s if $s \\le t$ **and** at least one of two things holds:
+$s > t - \\text{window}$ or $s < \\text{prefix}$. `Mask` has no such condition.
+
+Write `block_kinds(T, block_q, block_kv, window, prefix)`, which says for each block whether none (0), some (1) or all
+(2) of it is seen. Compute it from the block's corners alone.
 
 - Results are exact. A 1 for a block that isn't seen costs a block's work; a 2 for a block that is only partly seen
   gives wrong results.
@@ -813,10 +815,10 @@ Write `packed_flash(q_NTH, k_KTH, v_KTH, segments_T, block=128)`, the forward ke
 the kernel `causal_by_hand_kernel` of this chapter and add what the first two points below ask for.
 
 - A token sees only itself and earlier tokens of its own segment.
-- Segment ids never fall from one token to the next. So a block's *first* query sees farthest back, and no query of the
-  block sees a key before the first token of that query's segment. Blocks of keys before it are **neither loaded nor
-  computed**, like those above the diagonal: for each query head, load at most as many blocks of keys, and of values,
-  as contain a key that is seen. The segments are data, so use scalar prefetch.
+- Segment ids never fall from one token to the next. So a block's *first* query sees farthest back: to the token with
+  which its segment begins. Blocks of keys before that token are **neither loaded nor computed**, like those above the
+  diagonal: for each query head, load at most as many blocks of keys, and of values, as contain a key that is seen. The
+  segments are data, so use scalar prefetch.
 - `N / K` adjacent query heads share a key head, which is not repeated. T is a multiple of the block.
 - If q is bfloat16, so are the factors of all products, and the weights are rounded to it. Products and softmax add up
   in float32. Logits may be +-90.

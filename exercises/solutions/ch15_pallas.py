@@ -219,7 +219,7 @@ def order_steps(wanted_RK):
         anywhere = min(best, key=lambda last: best[last][0])
         for last in blocks:
             # Only the first block can have been loaded before, and it must be
-            # another than the last, unless it's the only one.
+            # different from the last, unless it's the only one.
             firsts = [k for k in blocks if k != last] or [last]
             ways = [(best[anywhere][0], anywhere, firsts[0])]
             ways += [(best[k][0] - 1, k, k) for k in firsts if k in best]
@@ -230,7 +230,7 @@ def order_steps(wanted_RK):
             after[last] = loads + len(blocks), steps
         best = after
     loads, steps = min(best.values(), key=lambda way: way[0])
-    # Steps before any block was wanted load what is wanted first.
+    # Steps before the first wanted block of x load that block.
     known = next((k for _, k, _ in steps if k is not None), 0)
     steps = [(r, known if k is None else k, adds) for r, k, adds in steps]
     return max(loads, 1), steps

@@ -43,7 +43,7 @@ def online_softmax(blocks):
 def block_kinds(T, block_q, block_kv, window, prefix):
     """Says for each block of the T x T square how much of it is seen.
 
-    Query t sees key s if s <= t and also s > t - window or s < prefix.
+    Query t sees key s if s <= t and either s > t - window or s < prefix.
 
     Args:
       T: queries, and keys.
