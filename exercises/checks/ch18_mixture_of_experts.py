@@ -1289,7 +1289,7 @@ copies = Exercise(
     minutes=40,
     points=20,
     statement="""
-A server of a finished model can't change its router, and its busiest device decides how long a step takes. But it has
+A server can't change the router of a finished model, and its busiest device decides how long a step takes. But it has
 measured how many tokens each expert gets, and it may keep copies of an expert on several devices and send each copy a
 part of that expert's tokens. How can it give every device exactly the same number of tokens?
 

@@ -367,7 +367,7 @@ contraction comes in blocks, and each group has a bias.
         "A scratch of `[tile_m, N]` in float32 collects the blocks of the contraction. At which step of a visit is it "
         "reset, and at which is it complete?",
         "A row's number in the matrix is `tiles_ref[v] * tile_m` plus its number in the tile. If it's outside the "
-        "group's bounds, store the value that `o_ref` has. Clear the rows that no visit wrote after the kernel: they "
+        "group's bounds, store the value that `o_ref` has. After the kernel, clear the rows that no visit wrote: they "
         "start at `bounds_G1[-1]`.",
         "At the last block: `own = (row >= bounds_ref[g]) & (row < bounds_ref[g + 1])`; "
         "`o_ref[...] = jnp.where(own, acc_ref[...] + b_ref[...], o_ref[...].astype(jnp.float32)).astype(o_ref.dtype)`. "
@@ -975,8 +975,8 @@ def broken(x_MN, group_sizes_G, tile=8):
     return out_G1N[:, 0]
 ```
 
-It's right if the groups fill the matrix and none of them is empty. Write `group_means(x_MN, group_sizes_G, tile=8)`,
-which fixes it.
+It's right if no group is empty, the groups' rows fill every tile, and none of them holds a NaN. Write
+`group_means(x_MN, group_sizes_G, tile=8)`, which fixes it.
 
 - Empty groups have means of zeros, even if all groups are empty.
 - Rows that no group owns, and the padding of the last tile, may be NaN, and must not affect any mean.
@@ -1190,9 +1190,9 @@ share = Exercise(
     points=20,
     statement="""
 On a GPU, each group is cut into its own tiles, and each tile needs a number of steps along K. Programs run at the same
-time, and the slowest decides. With five tiles for four programs, one program has two tiles and the others wait. Share
-the *steps* instead of the tiles: every program gets equally many, and where a tile is shared, each program's partial
-sum is stored, and they are added afterwards.
+time, and the slowest decides how long they all take. With five tiles for four programs, one program has two tiles and
+the others wait. Divide the *steps* instead of the tiles: every program gets equally many. Where a tile's steps go to
+several programs, each stores a partial sum, and these are added afterwards.
 
 Write `share_steps(group_sizes_G, rows, tile, steps, programs)`, which returns `(pieces, first)`, the work of every
 program as arrays of fixed length.
