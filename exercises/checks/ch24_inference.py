@@ -232,8 +232,8 @@ Write the class `Allocator`, which keeps the books for a cache made of pages. It
 """,
     hints=(
         "When is a page free again? For each page, keep the number of texts that have it.",
-        "In `append`, look at the slot. If it is 0, a new page is needed, even if no other text has the last one. If it isn't, the "
-        "number of holders of the last page decides.",
+        "In `append`, look at the slot. If it is 0, a new page is needed, even if no other text has the last one. "
+        "If it isn't, the number of holders of the last page decides.",
         "Take the page first: if that raises, nothing has changed yet. Then put it into the table, and lower the "
         "count of the page that it replaces.",
     ),
