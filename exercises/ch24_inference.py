@@ -58,7 +58,7 @@ class Allocator:
         raise NotImplementedError("24.page_allocator")
 
     def free(self, text):
-        """Ends a text. Pages that no other text has become free."""
+        """Ends a text and frees its pages, except those that others share."""
         # YOUR CODE HERE
         raise NotImplementedError("24.page_allocator")
 
@@ -131,7 +131,7 @@ def accept(draft, q_kV, p_kV, uniforms):
     """Keeps as many guessed tokens as the large model allows, and adds one.
 
     Args:
-      draft: k guessed tokens, each drawn from the row of q_kV of its number.
+      draft: k guessed tokens; number i was drawn from row i of q_kV.
       q_kV: [k, V] probabilities of the small model, NumPy floats.
       p_kV: [k + 1, V] probabilities of the large model; its last row is for the
         token after all guesses.

@@ -21,8 +21,8 @@ def answer_mask(messages, render, encode, end):
       (tokens, targets, mask): lists of the same length.
 
     Raises:
-      ValueError: the template doesn't write an assistant's turn, with an
-        end, after the conversation up to there.
+      ValueError: the template doesn't continue the messages before an
+        assistant's turn with that turn and an end.
     """
     # YOUR CODE HERE
     raise NotImplementedError("26.loss_mask")
@@ -36,7 +36,7 @@ def merge(w, a, b, alpha, sign):
       w: [..., D, F] weights; before D there may be any dimensions.
       a: [..., D, R] and
       b: [..., R, F] the adapter, float32.
-      alpha: the adapter counts alpha / R.
+      alpha: the adapter is multiplied by alpha / R.
       sign: 1 adds it, -1 takes it out.
 
     Returns:

@@ -232,8 +232,8 @@ Write the class `Allocator`, which keeps the books for a cache made of pages. It
 """,
     hints=(
         "When is a page free again? For each page, keep the number of texts that have it.",
-        "In `append`, look at the slot. If it is 0, a new page is needed, whoever has the last one. If it isn't, the "
-        "number of holders of the last page decides.",
+        "In `append`, look at the slot. If it is 0, a new page is needed, even if no other text has the last one. "
+        "If it isn't, the number of holders of the last page decides.",
         "Take the page first: if that raises, nothing has changed yet. Then put it into the table, and lower the "
         "count of the page that it replaces.",
     ),
@@ -1036,7 +1036,7 @@ step computes, under a budget of tokens and of pages. Its rules, in this order:
 
 1. **Decode first.** A running text that has all but one of its tokens in the cache computes that one. Texts come
    oldest first, until the budget is spent.
-2. A text takes pages as it needs them: with n tokens in the cache after the step it holds at least
+2. A text takes pages as it needs them: to have n tokens in the cache after the step, it needs
    ceil(n / page_tokens) pages. If a decoding text needs a page and none is free, the youngest running text is
    **preempted**: it gives all its pages back and computes nothing. This repeats until there is a page, or the text
    itself was the youngest and is preempted.
@@ -1305,13 +1305,13 @@ them at once. Write `accept(draft, q_kV, p_kV, uniforms)`, which says what the l
 
 - Guess number i, token x, is kept with probability min(1, p/q), where p and q are the two models' probabilities of x
   in row i: keep it if `uniforms[i] * q < p`. Stop at the first guess that isn't kept.
-- Then one token is added. If guess i was not kept, it is drawn from the positive part of `p_kV[i] - q_kV[i]`, divided
-  by its sum. If all guesses were kept, it is drawn from the last row of `p_kV`.
+- Then one token is added. If guess i was not kept, the added token is drawn from the positive part of
+  `p_kV[i] - q_kV[i]`, divided by its sum. If all guesses were kept, it is drawn from the last row of `p_kV`.
 - To draw from probabilities, take the first token at which their cumulative sum exceeds `uniforms[-1]` times their
   sum.
 - The result is the tokens that were kept, followed by the one that was added. k may be 0.
 
-Whatever the small model guesses, the tokens are distributed exactly as if the large model had drawn them alone.
+Whatever the small model guesses, the tokens are distributed exactly as if the large model had drawn them without help.
 """,
     hints=(
         "Three things decide: which guesses are kept, which probabilities the added token is drawn from, and how it is "

@@ -239,18 +239,18 @@ from int8 numbers. With the gradient g of its result, they are g wᵀ and xᵀ g
 - int8 numbers are multiplied with int8 numbers and added up in int32. Scales are applied afterwards, in float32.
 - A row or column of zeros gives zeros.
 - The result has the type of x_TD, and each gradient the type of its input.
-- Between forward and backward nothing is kept but x_TD and w_DF.
+- Between the forward and the backward pass nothing is kept but x_TD and w_DF.
 
 The checks look at the program too: at what its products multiply.
 """,
     hints=(
         "JAX can't differentiate through rounding in a useful way, so you need `jax.custom_vjp`. All three products "
         "can be one helper. Along which axis of each factor does it sum?",
-        "A scale can be taken out of a sum only if it is the same for all its terms. The backward sums over F and over "
-        "T, so x, w and g are quantized again there, from the numbers themselves.",
+        "A scale can be taken out of a sum only if it is the same for all its terms. The backward pass sums over F and "
+        "over T, so x, w and g are quantized again there, from the numbers themselves.",
         "The helper: `a, s = quantize(a_MK, axis=1)`, `b, r = quantize(b_KN, axis=0)`, then `jnp.dot(a, b, "
-        "preferred_element_type=jnp.int32).astype(jnp.float32) * s * r`. The backward calls it with (g, w.T) and with "
-        "(x.T, g).",
+        "preferred_element_type=jnp.int32).astype(jnp.float32) * s * r`. The backward pass calls it with (g, w.T) and "
+        "with (x.T, g).",
     ),
 )  # fmt: skip
 
@@ -295,7 +295,7 @@ def int8_matmul_with(
         elif backward == "half":
             grads = dot(g, w.T), x.astype(jnp.float32).T @ g.astype(jnp.float32)
         elif backward == "reused":
-            # The scales of the forward's columns and rows, taken out of sums over other dimensions.
+            # The scales of the forward pass's columns and rows, taken out of sums over other dimensions.
             (q, s), (r, u) = to_int8(x, 1), to_int8(w, 0)
             (g1, s1), (g2, s2) = to_int8(g, 1), to_int8(g, 0)
             grad_x = jnp.dot(g1, r.T, preferred_element_type=jnp.int32) * s1 * jnp.mean(u)
@@ -408,8 +408,8 @@ def _(fn, t):
         got, want = pulled(fn, x, w, g)[1], pulled(right_product, x, w, g)[1]
         (q, s), (r, u) = to_int8(x, 1), to_int8(w, 0)
         rounded = q * s, r * u
-        again = "You quantize again what the forward had rounded. Quantize x and w themselves"
-        straight = "You multiply g by the forward's rounded numbers, in floats. Each product quantizes both factors"
+        again = "You quantize again what the forward pass had rounded. Quantize x and w themselves"
+        straight = "You multiply g by the forward pass's rounded floats. Each product quantizes both of its factors"
         once = "You quantize g once, by its rows. This product sums over its rows: quantize g itself by its columns"
         g_rounded = (lambda p, v: p * v)(*to_int8(g, 1))
         told = (
@@ -478,12 +478,12 @@ def _(fn, t):
     x, w, _ = factors(t, 16, 24, 8)
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(jax.vjp(fn, x, w)[1]))
     most = x.nbytes + w.nbytes
-    t.true(kept <= most, f"{kept} bytes are kept for the backward; x and w have {most}", kept)
+    t.true(kept <= most, f"{kept} bytes are kept for the backward pass; x and w have {most}", kept)
 
 
 for name, hint, options in (
-    ("backward_wide", "Your forward is int8 and your backward isn't: two of three products multiply wide numbers, and "
-     "most of the arithmetic of training is there.", {"backward": "wide"}),
+    ("backward_wide", "Your forward pass is in int8 and your backward pass isn't: two of three products multiply "
+     "wide numbers, and most of the arithmetic of training is there.", {"backward": "wide"}),
     ("weight_gradient_wide", "One of three products, the weight's gradient, still multiplies wide numbers.",
      {"backward": "half"}),
     ("fake", "You multiply the quantized numbers by their scales first and then multiply floats. The result is right, "
@@ -493,20 +493,20 @@ for name, hint, options in (
     ("int8_sums", "The sums overflow: ask for them with preferred_element_type=jnp.int32.", {"sums": jnp.int8}),
     ("autodiff", "Autodiff goes through your rounding, whose derivative is 0 nearly everywhere. Say what the gradients "
      "are with jax.custom_vjp.", {"backward": "autodiff"}),
-    ("forward_numbers_reused", "Your backward multiplies the int8 numbers of the forward. Their scales differ along "
-     "what the backward sums over, so no factor after the sum can put them right. Quantize again along the other "
-     "dimension.", {"backward": "reused"}),
+    ("forward_numbers_reused", "Your backward pass multiplies the int8 numbers of the forward pass. Their scales "
+     "differ along what the backward pass sums over, so no factor after the sum can put them right. Quantize again "
+     "along the other dimension.", {"backward": "reused"}),
     ("epsilon", "You add a small number to the scales, against zeros. Gradients are often smaller than that and round "
      "to 0: treat a scale of exactly 0 alone.", {"epsilon": 1e-8}),
     ("g_rounded_once", "You quantize g once, by its rows, for both products. The weight's gradient sums over g's rows: "
      "quantize g itself again, by its columns.", {"backward": "once"}),
     ("no_cast", "The result has the type of x_TD, and each gradient the type of its input.", {"cast": False}),
-    ("straight_through", "Your gradients go straight through the rounding, so the backward multiplies floats. Its two "
-     "products quantize both of their factors, too.", {"backward": "straight"}),
-    ("turned_around", "Your backward returns the two gradients in the wrong order: that of x comes first.",
+    ("straight_through", "Your gradients go straight through the rounding, so the backward pass multiplies floats. "
+     "Its two products quantize both of their factors, too.", {"backward": "straight"}),
+    ("turned_around", "Your backward pass returns the two gradients in the wrong order: that of x comes first.",
      {"backward": "turned"}),
-    ("keeps_int8", "You keep the int8 numbers of the forward too. The backward can't use them; keep x_TD and w_DF.",
-     {"keeps": True}),
+    ("keeps_int8", "You keep the int8 numbers of the forward pass too. The backward pass can't use them: keep x_TD "
+     "and w_DF.", {"keeps": True}),
 ):  # fmt: skip
     mistaken(int8_matmul, name, hint, int8_matmul_with(**options))
 
@@ -524,7 +524,8 @@ Write `quantize_at_random(x_RC, key)`: int8 with a scale for each row, rounded a
 
 - The scale of a row is its largest magnitude divided by 127, or 1 for a row of zeros.
 - In units of its row's scale, a number between two integers becomes one of the two. Over many keys, its mean is the
-  number itself: 2.3 becomes 2 with probability 0.7 and 3 with probability 0.3, and -2.3 becomes -2 and -3 likewise.
+  number itself: 2.3 becomes 2 with probability 0.7 and 3 with probability 0.3, and -2.3 becomes -2 or -3 with the
+  same probabilities.
 - Each number is rounded independently of all others. A number that is an integer in these units stays what it is.
 - The same key gives the same result, and a different key gives a different one.
 """,
@@ -956,8 +957,8 @@ Write `round_with_feedback(w_DF, x_ND, damp)`, which rounds weights to 4 bits an
 make up for the error. `x_ND` are inputs that the layer has seen.
 
 - Each column of w has a scale: its largest magnitude divided by 7, or 1 for a column of zeros. It never changes.
-- Rows are rounded one after another, from row 0 on, to the nearest multiple of each column's scale, from -7 to 7 times
-  the scale.
+- Rows are rounded one after another, beginning with row 0, to the nearest multiple of each column's scale, from -7 to 7
+  times the scale.
 - Rounding row d leaves an error e_F: the row as it was just before rounding, minus the row as it is now. It changes the
   product by x_N e_F, where x_N is column d of x_ND. Before you go on, add to the *later* rows the change C_RF that
   makes up for it best: the one that minimises ‖x_NR C_RF - x_N e_F‖² + damp ‖C_RF‖², where x_NR are the inputs of the

@@ -35,7 +35,7 @@ def absmax(x_RC, shared, block):
 
 # EXERCISE 25.int8_matmul
 def int8_matmul(x_TD, w_DF):
-    """Multiplies int8 numbers, forward and in both products of the backward.
+    """Multiplies int8 numbers, in the forward and in the backward pass.
 
     Args:
       x_TD: [T, D] tokens, float32 or bfloat16.
