@@ -454,8 +454,8 @@ reshard = Exercise(
     minutes=30,
     points=10,
     statement="""
-Eight devices saved an array, each its own piece. Now two devices, or three, or one want it, split in a different way.
-Write `read_piece(saved, read, want, dtype)`, which builds one new device's piece from the saved pieces.
+Eight devices saved an array, each its own piece. Now the array is wanted on two devices, or three, or one, split in a
+different way. Write `read_piece(saved, read, want, dtype)`, which builds one new device's piece from the saved pieces.
 
 A *region* says which part of the whole array a piece is: a tuple with one `(start, stop)` for each dimension, as in a
 slice. `saved` lists the regions of the pieces on the disk, and `read(i)` reads the whole piece `saved[i]`, a NumPy

@@ -1140,7 +1140,7 @@ route = Exercise(
 in the memory that they need on the way. Find the best one.
 
 A *layout* is a tuple with a tuple of axes for each dimension: `(("x", "y"), ())` splits the rows along x, and each
-part along y. There are three kinds of moves, of one axis at a time. Let `n` be the axis's size, and a device's *block*
+part along y. There are three kinds of moves, each of one axis. Let `n` be the axis's size, and a device's *block*
 its part of the array before the move.
 
 | move | what happens to the layout | bytes that a device receives |
