@@ -12,6 +12,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+# Each worker, and each command that tests start, would otherwise compile all sources again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # The first process of a session makes the folder; its workers and the commands they start share it.
 os.environ.setdefault("MINITEXT_CACHE", MADE := tempfile.mkdtemp(prefix="minitext-test-"))
 
