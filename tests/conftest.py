@@ -16,6 +16,9 @@ from pathlib import Path
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Notebooks are checked with jsonschema, which at import parses grammars of addresses for two seconds if it finds them.
+sys.modules["rfc3987_syntax"] = None  # pyright: ignore[reportArgumentType]
+
 # The first process of a session makes the folder; its workers and the commands they start share it.
 os.environ.setdefault("MINITEXT_CACHE", MADE := tempfile.mkdtemp(prefix="minitext-test-"))
 
