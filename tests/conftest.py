@@ -28,6 +28,13 @@ from minitext.distributed import devices
 from minitext.kernels import dispatch
 from minitext.sharding.mesh import make_mesh
 
+# Each worker, and each command that tests start, would otherwise compile all sources again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Notebooks are checked with jsonschema, which at import parses grammars of addresses for two seconds if it finds them.
+sys.modules["rfc3987_syntax"] = None  # pyright: ignore[reportArgumentType]
+
 # Tests compile small programs most of the time. This process does it quickly, and so do commands that are given
 # QUICK_FLAGS. Others don't see them: libtpu refuses flags that it doesn't know.
 QUICK_FLAGS = " ".join(f"--{k}={str(v).lower()}" for k, v in devices.quick_compile("cpu").items())

@@ -34,7 +34,7 @@ from minitext.kernels.per_device import on_each_device
 from minitext.models.attention import GQA, KVCache
 from minitext.models.deltanet import DeltaNet, StateCache
 from minitext.models.ffn import SwiGLU
-from minitext.models.layers import Embedding, Linear, RMSNorm, is_qwixed
+from minitext.models.layers import Embedding, Linear, RMSNorm, is_qwixed, keys_of
 from minitext.models.lora import apply_lora
 from minitext.models.mla import MLA, LatentCache
 from minitext.models.moe import MoE, Routing
@@ -286,7 +286,7 @@ class Transformer(nnx.Module):
         """Returns a stack of layers, or a `Period` of stacks if the layers of a repetition differ."""
 
         def draw(layer: ModelConfig) -> Any:
-            stacked = nnx.vmap(lambda r: Block(layer, rules=self.rules, rngs=r))
+            stacked = nnx.vmap(lambda r: Block(layer, rules=self.rules, rngs=keys_of(r)))
             # Each device draws only the layers that it keeps.
             keys = rngs.split(stack.repeats)
             return stacked(jax.tree.map(lambda keys: self.rules.shard(keys, "layers"), keys))

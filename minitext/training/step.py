@@ -21,7 +21,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from minitext.checkpoint import stacks
 from minitext.compiler.options import compiler_options
 from minitext.config.config import Config
+from minitext.config.model import ModelConfig
 from minitext.config.section import cached
+from minitext.config.sections import OptimConfig, PipelineConfig, ShardingConfig
 from minitext.errors import UserError
 from minitext.models import moe
 from minitext.models.transformer import Transformer
@@ -85,8 +87,7 @@ class TrainState:
 def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:
     """Returns the state's shapes, types and shardings without allocating anything."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        groups = stored_groups(cfg.pipeline, mesh.shape["stage"])
-        shapes = jax.eval_shape(lambda: _init(cfg, groups))
+        shapes = jax.eval_shape(_initialiser(cfg, mesh))
     rules = RULES[cfg.sharding.rules]
     shardings = tree_shardings(shapes, mesh, rules)
     of_optimizer = tree_shardings(shapes.opt_state, mesh, rules.of_optimizer)
@@ -112,13 +113,7 @@ def make_init(
     check_mesh(cfg, mesh)
     abstract = abstract_state(cfg, mesh)
     shardings = jax.tree.map(lambda x: x.sharding, abstract if frozen else abstract.saved)
-    groups = stored_groups(cfg.pipeline, mesh.shape["stage"])
-
-    def init() -> TrainState:
-        state = _init(cfg, groups)
-        return state if frozen else state.saved
-
-    return jax.jit(init, out_shardings=shardings)
+    return jax.jit(_initialiser(cfg, mesh, frozen), out_shardings=shardings)
 
 
 def init_state(cfg: Config, mesh: Mesh, frozen: bool = True) -> TrainState:
@@ -127,19 +122,44 @@ def init_state(cfg: Config, mesh: Mesh, frozen: bool = True) -> TrainState:
         return make_init(cfg, mesh, frozen)()
 
 
-def _init(cfg: Config, repeats: int = 1) -> TrainState:
-    """Draws the state; a circular pipeline's layers are stored [repeats, L / repeats, ...]."""
-    model = Transformer(cfg.model, rules=rules_of(cfg.sharding), rngs=nnx.Rngs(cfg.train.seed))
-    if repeats > 1:
-        graphdef, blocks = nnx.split(model.blocks)
-        model.blocks = nnx.merge(graphdef, stacks.in_groups(blocks, repeats))
-    params, frozen = nnx.state(model, nnx.Param), None
-    if cfg.model.lora.rank:
-        # A value head is no part of the base, and learned with the adapters.
-        trained = nnx.Any(nnx.LoRAParam, nnx.PathContains("value"))
-        params, frozen = nnx.split_state(params, trained, ...)
-    opt_state = make_optimizer(cfg.optim, cfg.train.steps).init(params)
-    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, frozen)
+def _initialiser(
+    cfg: Config, mesh: Mesh | AbstractMesh | None = None, frozen: bool = True
+) -> Callable[[], TrainState]:
+    """Returns the function that draws the state; one and the same while what it depends on is, so JAX traces it once.
+
+    A circular pipeline's layers are stored [repeats, L / repeats, ...].
+    """
+    repeats = stored_groups(cfg.pipeline, mesh.shape["stage"]) if mesh is not None else 1
+    return _draws(
+        cfg.model, cfg.sharding, cfg.optim, cfg.train.steps, cfg.train.seed, repeats, frozen
+    )
+
+
+@cached
+def _draws(
+    model_cfg: ModelConfig,
+    sharding: ShardingConfig,
+    optim: OptimConfig,
+    steps: int,
+    seed: int,
+    repeats: int,
+    keep_frozen: bool,
+) -> Callable[[], TrainState]:
+    def init() -> TrainState:
+        model = Transformer(model_cfg, rules=rules_of(sharding), rngs=nnx.Rngs(seed))
+        if repeats > 1:
+            graphdef, blocks = nnx.split(model.blocks)
+            model.blocks = nnx.merge(graphdef, stacks.in_groups(blocks, repeats))
+        params, frozen = nnx.state(model, nnx.Param), None
+        if model_cfg.lora.rank:
+            # A value head is no part of the base, and learned with the adapters.
+            trained = nnx.Any(nnx.LoRAParam, nnx.PathContains("value"))
+            params, frozen = nnx.split_state(params, trained, ...)
+        opt_state = make_optimizer(optim, steps).init(params)
+        state = TrainState(jnp.zeros((), jnp.int32), params, opt_state, frozen)
+        return state if keep_frozen else state.saved
+
+    return init
 
 
 def abstract_batch(
@@ -159,7 +179,7 @@ def abstract_batch(
 
 def optimizer_memory(cfg: Config) -> dict[str, dict[str, int]]:
     """Returns the bytes of `parameters`, `gradients` and `state` over all devices, for each kind of optimizer."""
-    state = jax.eval_shape(lambda: _init(cfg))
+    state = jax.eval_shape(_initialiser(cfg))
     params = state.params
 
     def size(tree: Any) -> int:
@@ -175,10 +195,14 @@ def optimizer_memory(cfg: Config) -> dict[str, dict[str, int]]:
     }
 
 
-@cached
 def model_def(cfg: Config) -> Any:
     """Returns the model's static part; `nnx.merge(model_def(cfg), params)` is the model."""
-    new = partial(Transformer, cfg.model, rules=rules_of(cfg.sharding), pipeline=cfg.pipeline)
+    return _static_part(cfg.model, cfg.sharding, cfg.pipeline)
+
+
+@cached
+def _static_part(model: ModelConfig, sharding: ShardingConfig, pipeline: PipelineConfig) -> Any:
+    new = partial(Transformer, model, rules=rules_of(sharding), pipeline=pipeline)
     return nnx.graphdef(nnx.eval_shape(lambda: new(rngs=nnx.Rngs(0))))
 
 

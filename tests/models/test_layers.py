@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -11,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from minitext import kernels
 from minitext.config.rope import RopeConfig
 from minitext.kernels.linear.xla import Specs
-from minitext.models.layers import Linear, make_param, rms_norm
+from minitext.models.layers import Linear, keys_of, make_param, rms_norm
 from minitext.models.rope import rope
 from minitext.sharding.rules import RULES, flatten_tokens, unflatten_tokens
 
@@ -158,3 +159,14 @@ def test_a_library_that_replaces_products_sees_the_weight_and_changes_both_gradi
     _, pull = jax.vjp(lambda x, w: kernels.linear(x, w, Specs(None, None, None)), x, w)
     for got, want in zip(pull(probe), (probe @ w.T, x.T @ probe), strict=True):
         np.testing.assert_allclose(got, 2 * want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_blocks_keys_are_those_of_flax_however_many_it_takes():
+    @jax.vmap
+    def keys(key):
+        flax, ours = nnx.Rngs(params=key), keys_of(nnx.Rngs(params=key))
+        pairs = [(flax.params(), ours.params()) for _ in range(20)]
+        return jax.tree.map(jax.random.key_data, pairs)
+
+    for flax, ours in keys(jax.random.split(jax.random.key(7), 3)):
+        np.testing.assert_array_equal(flax, ours)
