@@ -60,9 +60,7 @@ def packed_batch(cfg: Config, mesh: Mesh, seed: int) -> Batch:
     }
 
 
-def run_steps(
-    cfg: Config, mesh: Mesh, steps: int = 3, start: TrainState | None = None
-) -> Steps:
+def run_steps(cfg: Config, mesh: Mesh, steps: int = 3, start: TrainState | None = None) -> Steps:
     """Trains on `packed_batch`es and keeps every gradient.
 
     Args:
