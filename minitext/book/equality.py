@@ -15,7 +15,14 @@ from jax.sharding import Mesh
 from minitext.checkpoint import leaves, stacks
 from minitext.config.config import Config
 from minitext.distributed import devices
-from minitext.training.step import Batch, abstract_batch, make_init, make_step_fn
+from minitext.training.step import (
+    Batch,
+    TrainState,
+    abstract_batch,
+    abstract_state,
+    make_init,
+    make_step_fn,
+)
 
 
 class Steps(NamedTuple):
@@ -25,11 +32,13 @@ class Steps(NamedTuple):
       losses: one per step.
       grads: parameter's name -> its gradient in each step, [steps, ...].
       params: parameter's name -> its value after the last step.
+      start: the state before the first step, on the host.
     """
 
     losses: np.ndarray
     grads: dict[str, np.ndarray]
     params: dict[str, np.ndarray]
+    start: TrainState
 
 
 def packed_batch(cfg: Config, mesh: Mesh, seed: int) -> Batch:
@@ -51,20 +60,31 @@ def packed_batch(cfg: Config, mesh: Mesh, seed: int) -> Batch:
     }
 
 
-def run_steps(cfg: Config, mesh: Mesh, steps: int = 3) -> Steps:
-    """Trains on `packed_batch`es, starting from the configuration's seed, and keeps every gradient."""
+def run_steps(cfg: Config, mesh: Mesh, steps: int = 3, start: TrainState | None = None) -> Steps:
+    """Trains on `packed_batch`es and keeps every gradient.
+
+    Args:
+      cfg: the configuration.
+      mesh: the devices.
+      steps: how many.
+      start: where another layout of the model started; None draws the parameters on this mesh from `train.seed`.
+    """
     batches = [packed_batch(cfg, mesh, seed) for seed in range(steps)]
     losses, grads = [], []
     with jax.set_mesh(mesh):
         quick = devices.quick_compile(jax.default_backend())
-        state = make_init(cfg, mesh).lower().compile(quick)()
+        if start is None:
+            state = make_init(cfg, mesh).lower().compile(quick)()
+        else:
+            state = _placed(start, abstract_state(cfg, mesh))
+        start = jax.device_get(state)
         step = jax.jit(make_step_fn(cfg, mesh)).lower(state, batches[0]).compile(quick)
         for batch in batches:
             state, metrics, found = step(state, batch)
             losses.append(float(metrics["loss"]))
             grads.append(_on_host(found))
     together = {name: np.stack([grad[name] for grad in grads]) for name in grads[0]}
-    return Steps(np.array(losses), together, _on_host(state.params))
+    return Steps(np.array(losses), together, _on_host(state.params), start)
 
 
 def differences(got: Steps, want: Steps) -> dict[str, float]:
@@ -77,6 +97,13 @@ def differences(got: Steps, want: Steps) -> dict[str, float]:
     pairs |= {name: (got.params[name], p) for name, p in want.params.items()}
     # The gradient of a router's biases is zero, hence the 1.0.
     return {n: float(np.abs(a - b).max() / (np.abs(b).max() or 1.0)) for n, (a, b) in pairs.items()}
+
+
+def _placed(start: TrainState, wanted: TrainState) -> TrainState:
+    """Returns the state on the devices that are wanted; layers in a circular pipeline's groups keep their order."""
+    pairs = zip(jax.tree.leaves(start), jax.tree.leaves(wanted), strict=True)
+    placed = [jax.device_put(np.reshape(x, w.shape), w.sharding) for x, w in pairs]
+    return jax.tree.unflatten(jax.tree.structure(wanted), placed)
 
 
 def _on_host(params: Any) -> dict[str, np.ndarray]:

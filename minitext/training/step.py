@@ -100,10 +100,13 @@ def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:
     )
 
 
+@cached
 def make_init(
     cfg: Config, mesh: Mesh | AbstractMesh, frozen: bool = True
 ) -> Callable[[], TrainState]:
     """Returns the jitted function that draws the state; every array is born on its shard.
+
+    The same arguments give the same function, which compiles once.
 
     Args:
       cfg: the configuration.
