@@ -77,14 +77,14 @@ def run_steps(cfg: Config, mesh: Mesh, steps: int = 3, start: TrainState | None 
             state = make_init(cfg, mesh).lower().compile(quick)()
         else:
             state = _placed(start, abstract_state(cfg, mesh))
-        start = jax.device_get(state)
+        first = jax.device_get(state)
         step = jax.jit(make_step_fn(cfg, mesh)).lower(state, batches[0]).compile(quick)
         for batch in batches:
             state, metrics, found = step(state, batch)
             losses.append(float(metrics["loss"]))
             grads.append(_on_host(found))
     together = {name: np.stack([grad[name] for grad in grads]) for name in grads[0]}
-    return Steps(np.array(losses), together, _on_host(state.params), start)
+    return Steps(np.array(losses), together, _on_host(state.params), first)
 
 
 def differences(got: Steps, want: Steps) -> dict[str, float]:
