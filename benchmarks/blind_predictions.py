@@ -6,8 +6,8 @@ minitext's kernels and options were improved with the four cases of step_time.py
 MaxText's commands and recipes were read without their times, mapped as `minitext maxtext explain` maps them, compiled
 with the options recommended for the chip, and predicted. The history of this file and of the record shows the order:
 the list, then the predictions, then the published times. maxtext-32b, llama3.1-70b-64-chips and mistral-7b came first, and
-showed two mistakes in minitext.compiler; these were corrected before the three after them. The times of the other six are
-unread. The figures for v5e were seen while looking for configurations, so none of the twelve is for v5e.
+showed two mistakes in minitext.compiler; these were corrected before the nine after them. The figures for v5e were seen
+while looking for configurations, so none of the twelve is for v5e.
 
 Where a step needs more memory in minitext than the chips have, its batch is computed in two parts: the same products
 with the same policy, and the weights are gathered twice.
@@ -114,15 +114,22 @@ CASES = {
         "settings": HALVES, "differs": "MaxText offloads the inputs of layers; in two parts",
     },
 }  # fmt: skip
-# Seconds a step, read after the predictions were committed; of the other cases none has been looked at. v5p's page gives
-# TFLOP/s a chip: its script counts 6 x parameters x tokens and half of attention's 12 x heads x head x layers x T^2.
+# Seconds a step, read after the predictions were committed. v5p's page gives TFLOP/s a chip: its script counts
+# 6 x parameters x tokens and half of attention's 12 x heads x head x layers x T^2. Where nothing else is said, it's a line
+# of the log in the recipe's README.md.
 PUBLISHED = {
     "maxtext-32b": 3252.355 / 328,  # README.md beside the script: 1x v5p-128
     "maxtext-128b": 3227.616 / 315,  # 1x v5p-256
+    "maxtext-256b": 6402.456 / 308,  # 1x v5p-1024
     "maxtext-512b": 12788.42 / 294,  # 1x v5p-1024
+    "gemma3-12b": 7.318,
+    "gemma3-12b-2-slices": 7.793,
     "llama3.1-70b-64-chips": 12.20,  # training/ironwood/README.md
     "llama3.1-70b-256-chips": 12.27,
-    "mistral-7b": 6.320,  # the recipe's README.md, step 6
+    "mistral-7b": 6.320,
+    "llama3.1-405b": 131.474,
+    "mixtral-8x7b-dropped": 13.484,
+    "llama4-scout": 31.652,
 }
 
 
