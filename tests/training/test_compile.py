@@ -75,9 +75,9 @@ def test_a_saved_step_is_bit_equal_and_compiles_nothing(saved, monkeypatch):
     expected, params = losses(cfg.replace({"train.executable": None}), mesh)
     assert [name for name in asked if "train_step" in name]
     asked.clear()
-    # What draws the parameters is asked of the compiler or its cache, the step of neither.
+    # The program that draws the parameters is still there, and the step is in the file.
     found, theirs = losses(cfg, mesh)
-    assert asked and not [name for name in asked if "train_step" in name]
+    assert not asked
     assert found == expected
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, theirs))
 
