@@ -32,9 +32,6 @@ from minitext.sharding.mesh import make_mesh
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Notebooks are checked with jsonschema, which at import parses grammars of addresses for two seconds if it finds them.
-sys.modules["rfc3987_syntax"] = None  # pyright: ignore[reportArgumentType]
-
 # Tests compile small programs most of the time. This process does it quickly, and so do commands that are given
 # QUICK_FLAGS. Others don't see them: libtpu refuses flags that it doesn't know.
 QUICK_FLAGS = " ".join(f"--{k}={str(v).lower()}" for k, v in devices.quick_compile("cpu").items())
