@@ -289,6 +289,7 @@ TESTED_WITH = {
     "training/saving": "training/run",
     "config/quantization": "models/quantization",
     "kernels/linear/cpu": "models/layers",
+    "kernels/linear/padded": "models/layers",
     "kernels/linear/sharded": "models/layers",
     "kernels/linear/xla": "models/layers",
     "post_training/tunix_rollout": "post_training/tunix",

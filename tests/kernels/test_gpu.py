@@ -1,6 +1,8 @@
 """The GPU kernels: run by Pallas's interpreter, lowered for CUDA, and, with JAX's CUDA plugin, compiled for an H100."""
 
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,9 @@ from minitext.kernels.attention import xla as reference
 from minitext.kernels.attention.mask import ALL, NONE, Mask
 from minitext.kernels.grouped_matmul import gpu as grouped
 from minitext.kernels.grouped_matmul import xla as xla_grouped
+from minitext.kernels.linear import padded
+from minitext.kernels.linear import xla as xla_linear
+from minitext.kernels.linear.xla import Specs
 from minitext.kernels.linear_cross_entropy import gpu as cross_entropy
 from minitext.kernels.lookup import gpu as lookup
 from minitext.kernels.paged_attention import gpu as paged
@@ -522,6 +527,24 @@ def test_xla_multiplies_all_rows_by_all_matrices(G):
     assert theirs.memory_analysis().temp_size_in_bytes >= copy
     assert ours.memory_analysis().temp_size_in_bytes < copy / 8
     assert kernels.ORDER["grouped_matmul", "gpu"][0] == "pallas_gpu"
+
+
+@pytest.mark.gpu_aot
+def test_a_token_is_multiplied_without_writing_products_of_numbers():
+    """Why `auto` takes our projection of few tokens: for an H100, XLA's writes an array as large as the weight."""
+    D, place = 2048, one_h100()
+    shapes = [((1, D), "bfloat16"), ((D, D), "bfloat16")]
+    args = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in shapes]
+    none = Specs(None, None, None)
+
+    def largest(linear):
+        text = jax.jit(lambda x, w: linear(x, w, none)).lower(*args).compile().as_text()
+        entry = text[text.index("ENTRY") :]
+        made = re.findall(r"= (?:bf16|f32)\[([0-9,]+)\]\S* (?!parameter|bitcast)\w", entry)
+        return max(math.prod(map(int, shape.split(","))) for shape in made)
+
+    with on_h100():
+        assert largest(xla_linear.linear) >= D * D > 64 * D >= largest(padded.linear)
 
 
 @pytest.mark.gpu_aot

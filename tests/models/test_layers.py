@@ -1,5 +1,7 @@
 """Norms, rotations, projections and embeddings against their definitions in float64."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +13,13 @@ from jax.sharding import PartitionSpec as P
 
 from minitext import kernels
 from minitext.config.rope import RopeConfig
+from minitext.config.sections import MeshConfig
+from minitext.errors import UserError
+from minitext.kernels import dispatch
 from minitext.kernels.linear.xla import Specs
 from minitext.models.layers import Linear, keys_of, make_param, rms_norm
 from minitext.models.rope import rope
+from minitext.sharding.mesh import make_mesh
 from minitext.sharding.rules import RULES, flatten_tokens, unflatten_tokens
 
 RULE = RULES["fsdp"]
@@ -109,8 +115,14 @@ def test_flattening_and_unflattening_are_inverse():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("sizes", [(6, 4, 2), (1, 5, 3), (7, 1, 1), (64, 24, 40)])
-def test_a_projection_and_its_gradients_are_those_of_a_plain_product(dtype, sizes):
+@pytest.mark.parametrize(
+    ("impl", "sizes"),
+    [
+        ("auto", (6, 4, 2)), ("auto", (1, 5, 3)), ("auto", (7, 1, 1)), ("auto", (64, 24, 40)),
+        ("xla_padded", (1, 5, 3)), ("xla_padded", (7, 24, 40)),
+    ],
+)  # fmt: skip
+def test_a_projection_and_its_gradients_are_those_of_a_plain_product(dtype, impl, sizes):
     X, D, F = sizes
     x, w, probe = (
         jax.random.normal(jax.random.key(i), shape, dtype)
@@ -125,14 +137,33 @@ def test_a_projection_and_its_gradients_are_those_of_a_plain_product(dtype, size
         return (x.astype(jnp.float32) @ w.astype(jnp.float32)).astype(dtype)
 
     tolerance = 1e-5 if dtype == "float32" else 1e-2
-    ours = jax.jit(
-        lambda: with_gradients(lambda x, w: kernels.linear(x, w, Specs(None, None, None)))
-    )()
+    run = partial(kernels.linear, specs=Specs(None, None, None), impl=impl)
+    ours = jax.jit(lambda: with_gradients(run))()
     for got, want in zip(ours, with_gradients(exact), strict=True):
         assert got.dtype == want.dtype == dtype
         np.testing.assert_allclose(
             np.float32(got), np.float32(want), atol=tolerance * float(jnp.abs(want).max())
         )
+
+
+def test_a_gpu_pads_a_few_tokens_that_every_device_has(monkeypatch):
+    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
+    x, w = jnp.asarray(normal(0, 7, 8)), jnp.asarray(normal(1, 8, 16))
+    mesh = make_mesh(MeshConfig(data=2, tensor=2), devices=jax.devices()[:4])
+    whole, divided = (
+        Specs(P(rows), P(None, "tensor"), P(rows, "tensor")) for rows in (None, "data")
+    )
+    with jax.set_mesh(mesh):
+        y = jax.jit(lambda x, w: kernels.linear(x, w, whole))(x, w)
+        text = jax.jit(lambda x, w: kernels.linear(x, w, whole)).lower(x, w).as_text()
+        np.testing.assert_allclose(y, x @ w, rtol=1e-5, atol=1e-5)
+        assert y.sharding.spec == whole.y and "stablehlo.pad" in text
+        text = jax.jit(lambda x, w: kernels.linear(x, w, divided)).lower(x[:6], w).as_text()
+        assert "stablehlo.pad" not in text
+        with pytest.raises(UserError, match="tokens that every device has"):
+            kernels.linear(x[:6], w, divided, impl="xla_padded")
+    with pytest.raises(UserError, match=r"fewer than 8 tokens \[X, D\], and these are \[8, 8\]"):
+        kernels.linear(w.T[:8], w, Specs(None, None, None), impl="xla_padded")
 
 
 def test_a_library_that_replaces_products_sees_the_weight_and_changes_both_gradients(monkeypatch):
