@@ -930,7 +930,7 @@ the step of differentially private training, DP-SGD.)
   `max_norm / norm`. A gradient of zeros stays zeros. Norms and bounds of $10^{-6}$ are treated like
   any others.
 - Return the mean, with the dtypes of `params`, and the norms before clipping.
-- Don't loop over the batch, neither in Python nor in the jaxpr. The size of the jaxpr must not
+- Don't loop over the batch, either in Python or in the jaxpr. The size of the jaxpr must not
   depend on B.
 """,
     hints=(

@@ -1613,8 +1613,8 @@ first ones, a whole prompt or a single token, and returns `(out_BTNH, cache)`.
   use `jax.nn.dot_product_attention`.
 - The cache is `None` before the first call. After that it's any pytree of arrays that you like: the next call gets what
   you returned. Each text has a cache of its own, and all B texts of a batch are equally long.
-- It takes at most the bytes that the keys and values of `window` tokens take in their own dtype, plus 256. Its shapes
-  and dtypes never change, so one compiled function reads one token after another.
+- The cache takes at most the bytes that the keys and values of `window` tokens take in their own dtype, plus 256. Its
+  shapes and dtypes never change, so one compiled function reads one token after another.
 - What is kept isn't moved. If a call reads T tokens, at most the keys and values of T tokens change in the cache.
 - The checks run your function under `jax.jit`, with `window` a Python int.
 """,

@@ -32,8 +32,7 @@ def make_scorer(score, max_length):
         if not 1 <= n <= max_length:
             raise ValueError(f"{n} tokens; the scorer takes 1 to {max_length}")
         padded_length = 1 << (n - 1).bit_length()
-        # NumPy, not jnp: padding on the host keeps the ragged shape out of
-        # every trace.
+        # NumPy, not jnp: JAX never sees the shape [n], so it can't trace it.
         tokens_T = np.zeros(padded_length, np.int32)
         tokens_T[:n] = line
         mask_T = (np.arange(padded_length) < n).astype(np.float32)
