@@ -1175,7 +1175,7 @@ skip = Exercise(
     ),
     statement="""
 Once in ten thousand steps a batch gives a gradient that's a hundred times too long, or not a number. Clipping doesn't
-help against the second, and the averages of Adam remember the first for a long time. Wrap any optimizer so that it
+help against the second, and Adam's averages remember the first for a long time. Wrap any optimizer so that it
 skips such a step, as if the batch had never been drawn.
 
 `skip_spikes(inner, window, factor, patience)` returns two functions, `init(params)` and `update(grads, state, params)`,
@@ -1184,8 +1184,8 @@ like the optimizer `inner` that it wraps. You decide what the state holds.
 - A step is *skipped* if the gradient's global norm, computed in float32, isn't finite. It's also skipped if it's a
   spike: if the norm is greater than `factor` times the median of the norms of the last `window` steps that weren't
   skipped. Until there have been `window` such steps, no norm is a spike.
-- A run may change for good. If the last `patience` steps were all skipped, for whichever reason, a finite norm is
-  accepted, however large, and remembered like any other.
+- In some runs the norms rise and stay high. So if the last `patience` steps were all skipped, for whichever reason, a
+  finite norm is accepted, however large, and remembered like any other.
 - A skipped step returns updates of exactly 0. Afterwards the optimizer does what it would have done without that step:
   moments, counters and schedules are as before, and its norm isn't remembered.
 - A step that isn't skipped returns exactly the updates of `inner`, in their dtypes. `inner` may use `params`.

@@ -1048,8 +1048,8 @@ Write `newest_whole(folder)`. The folder has one folder for each step, named by 
 {"files": {"facts.json": "9f86d0...", "state/a": "60303a..."}, "sha256": "2c26b4..."}
 ```
 
-`files` maps each file's path within the step to the SHA-256 of its content, in hexadecimal. `sha256` is that of
-`json.dumps(files)`, encoded as UTF-8, so the manifest vouches for itself too.
+`files` maps each file's path within the step to the SHA-256 of its content, in hexadecimal. `sha256` is the SHA-256
+of `json.dumps(files)`, encoded as UTF-8, so the manifest vouches for itself too.
 
 Return `(step, damaged)`: the newest step whose listed files are all as written, and a list of the damaged steps that
 are newer, newest first. If no step is whole, the step is None.
@@ -1435,8 +1435,8 @@ $$
 
 with $\delta$ the stall, $s$ the seconds of a step and $M$ the *job's* mean time between failures.
 
-- Return the $n \ge 1$ that minimises $w(n)$, as a Python int. Rounding doesn't always give it, so compare the
-  neighbours. If two are equally good, return the smaller.
+- Return the $n \ge 1$ that minimises $w(n)$, as a Python int. Rounding doesn't always give the best $n$, so compare
+  the neighbours. If two are equally good, return the smaller.
 - If a save costs nothing, save after every step.
 - Don't search through all n: a job with short steps may have a best n of a million.
 """,
