@@ -1204,9 +1204,9 @@ program as arrays of fixed length.
 - A **piece** is what one program has of one tile. Pieces come in the order of the line. Program p has the pieces
   `first[p]` to `first[p + 1]` (without the last), and a program without steps has none. `first` has `programs + 1`
   entries.
-- `pieces` has six arrays. For each piece, `"group"` is its tile's group; `"row"`, the tile's first row in the matrix,
-  and `"rows"`, how many rows it has; `"begin"` and `"end"`, which of the tile's steps are in the piece, from 0 to
-  `steps` (without `end`).
+- `pieces` has six arrays with an entry for each piece. `"group"` is the group of the piece's tile, `"row"` the tile's
+  first row in the matrix, and `"rows"` the number of the tile's rows. The piece has the tile's steps from `"begin"` to
+  `"end"` (without the last), counted from 0.
 - `"slot"` is -1 for a piece with all the steps of its tile. The others are numbered 0, 1, 2 and so on in the order of
   the line: that's where they store their partial sums.
 - All arrays are int32. Those of `pieces` have the length `V = (rows + G * (tile - 1)) // tile + programs - 1`, which
@@ -1215,9 +1215,9 @@ program as arrays of fixed length.
   program. Numbers up to `programs * S` fit into int32.
 """,
     hints=(
-        "Begin with less. What would the list be if the whole line were one program's? And which "
-        "exercise of this chapter cut rows that are in groups of any size into tiles of a fixed "
-        "size?",
+        "Begin with a simpler case. What would the list be if the whole line were one program's? "
+        "And which exercise of this chapter cut rows that are in groups of any size into tiles of "
+        "a fixed size?",
         "On the line, the programs' shares are like the groups of `19.group_metadata`, and "
         "`steps` is like its `tile`: a piece is a visit of a program to a tile. The tiles' groups "
         "and rows come from a second list of the same kind, in which each group has `ceil(size / "

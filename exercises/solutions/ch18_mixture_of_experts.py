@@ -138,7 +138,7 @@ def spread_experts(loads, devices, slots):
     plan = []
     for more in reversed(range(devices)):
         # Each device finishes slots - 1 experts, and the last one slots.
-        # Expert -1 has no tokens; it fills the ranks where there are fewer.
+        # Where there are fewer, empty experts, numbered -1, fill the list.
         missing = (more + 1) * (slots - 1) + 1 - len(left)
         left = sorted(left + missing * [(0, -1)])
         # The group one further down has less than a share, so all but the
