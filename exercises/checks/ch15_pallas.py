@@ -818,8 +818,8 @@ softmax = Exercise(
 The chapter began with a softmax that takes four passes over memory. Write `row_softmax(x_MN, block_M=8)`, which takes
 two: one read, one write.
 
-- A block is `block_M` whole rows. Each is loaded once and stored once, in one Pallas call, and nothing outside it
-  touches an array of x's size.
+- A block is `block_M` whole rows. Each is loaded once and stored once, in one Pallas call, and nothing outside the
+  call touches an array of x's size.
 - x is float32 or bfloat16, and the result has the same type. In between, compute in float32.
 - A row may have logits of both 90 and -90, and entries may be -inf. A row that is all -inf gives zeros.
 - M and N are at least 1. Rows are independent, so two cores can share them.
@@ -1271,10 +1271,10 @@ result is the sum of those blocks k of x for which `wanted_RK[r, k]` is true.
 - Blocks of the result come in the order 0, 1, 2 and so on, all the steps of one before those of the next. Within a
   block of the result, the order is yours.
 - A block of x is loaded at the first step, and at every step whose block isn't that of the step before, whether the
-  step adds or not. `loads` is how many are loaded by your steps, and no list that keeps these rules loads fewer. If
+  step adds or not. `loads` is how many blocks of x your steps load. It must be the fewest that these rules allow. If
   several lists load equally few, return any of them.
-- There is at least one block of the result and one of x. A hundred blocks of the result that want ten each take at most
-  a few seconds.
+- There is at least one block of the result and one of x. Your function has at most a few seconds for a hundred blocks
+  of the result, each of which wants ten.
 """,
     hints=(
         "Where can a load be saved at all? Draw three blocks of the result that want x's blocks 0 "

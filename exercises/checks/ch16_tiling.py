@@ -358,7 +358,7 @@ the result.
 
 - It is one Pallas call. Each tile of x is loaded once and used for both products.
 - Everything is float32 until the result is rounded to bfloat16, once.
-- `tiles` is (m, k, n), and divides M, K and N. K is summed innermost.
+- The lengths in `tiles`, (m, k, n), divide M, K and N. K is summed innermost.
 - Two cores may share the tiles of the result.
 - It compiles for a v5e at M = 1024, K = 4096, N = 1024 with tiles (256, 256, 256).
 """,
