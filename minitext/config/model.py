@@ -220,7 +220,7 @@ class MoEConfig(Section):
         None, "an expert's slots in even shares of a row; the rest is dropped; null: dropless", gt=0
     )
     balance_loss: float = setting(0.01, "weight of the load-balance loss per layer", ge=0)
-    z_loss: float = setting(0.0, "weight of the router's squared log-normalizer per layer", ge=0)
+    z_loss: float = setting(0.0, "weight of the router's squared logsumexp per layer", ge=0)
     bias_rate: float = setting(0.0, "step size of load-balancing biases; 0: no biases", ge=0)
 
     def problems(self) -> Iterator[str]:

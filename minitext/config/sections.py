@@ -41,7 +41,7 @@ class TrainConfig(Section):
     eval_every: int = setting(100, "steps between evaluations of the validation loss", ge=1)
     eval_batches: int = setting(8, "batches per evaluation", ge=1)
     sample_tokens: int = setting(160, "tokens sampled at start, middle and end; 0: none", ge=0)
-    z_loss: float = setting(0.0, "weight of the squared log-normalizer in the loss", ge=0)
+    z_loss: float = setting(0.0, "weight of the squared logsumexp in the loss", ge=0)
     loss_chunks: int = setting(1, "parts of the sequence whose logits are computed in turn", ge=1)
     loss_impl: Literal["xla", "auto", "pallas_tpu", "pallas_gpu"] = setting(
         "xla",

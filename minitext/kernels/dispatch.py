@@ -233,7 +233,7 @@ def linear_cross_entropy(
     Args:
       x_XD: [X, D] hidden states.
       w_DV: [D, V] output layer, in the same type.
-      targets_X: [X] integers. A target of V or more has no logit: its loss is the log-normalizer.
+      targets_X: [X] integers. A target of V or more has no logit: its loss is the logsumexp.
       impl: `auto`, or the name of an implementation.
 
     Returns:

@@ -36,7 +36,7 @@ class Routing(NamedTuple):
     Attributes:
       loss: the weighted losses that the layer adds to the loss of each target token.
       balance: the balance loss without its weight: 1 if all experts get the same, E/k if the same k get everything.
-      z: the mean squared log-normalizer of the router's logits.
+      z: the mean squared logsumexp of the router's logits.
       load_E: [E] int32, number of assignments to each expert, including dropped ones.
       dropped: int32, number of dropped assignments.
     """

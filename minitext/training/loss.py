@@ -25,7 +25,7 @@ def cross_entropy(
     Args:
       logits_BTV: [B, T, V] float32.
       targets_BT: [B, T] integers below V.
-      z_loss: weight of the squared log-normalizer, which keeps logits near zero (Chowdhery et al. 2022).
+      z_loss: weight of the squared logsumexp, which keeps logits near zero (Chowdhery et al. 2022).
 
     Returns:
       [B, T] float32.
@@ -66,7 +66,7 @@ def fused_sums(
       w_DV: [D, V] output layer, of the same type.
       targets_BT: [B, T] integers below V.
       mask_BT: [B, T], 0 where a target doesn't count.
-      z_loss: weight of the squared log-normalizer.
+      z_loss: weight of the squared logsumexp.
       impl: of `minitext.kernels.linear_cross_entropy`.
       rules: how tokens are sharded.
     """
