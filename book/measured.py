@@ -233,6 +233,19 @@ def sft_smollm2(records: list[Record]) -> str:
     )
 
 
+def train_quantized(records: list[Record]) -> str:
+    """Where quantized training ends beside bfloat16."""
+    r = records[-1]
+    rows = [
+        [name, f"{case['validation_loss']:.4f}", "" if not case["rules"] else f"{case['over_bfloat16']:+.2%}"]
+        for name, case in r["cases"].items()
+    ]  # fmt: skip
+    return (
+        f"Preset {r['preset']}, {r['steps']} steps, one seed; all but the first quantize the products of every rule's "
+        f"modules, forward and backward.\n\n{table(['Products', 'Validation loss', 'Over bfloat16'], rows)}"
+    )
+
+
 def drill(records: list[Record]) -> str:
     """How a job of two processes came through faults made on purpose."""
     r = records[-1]
@@ -714,6 +727,7 @@ SECTIONS = {
     "grpo_arithmetic": ("Learning from rewards", grpo_arithmetic),
     "post_training_tunix": ("Post-training, ours and Tunix's", post_training_tunix),
     "sft_smollm2": ("Fine-tuning a published model", sft_smollm2),
+    "train_quantized": ("Quantized training to the end", train_quantized),
     "train_gpu": ("Training on a GPU", train_gpu),
     "decode_gpu": ("Generating on a GPU", decode_gpu),
     "kernels_gpu": ("Kernels on a GPU", kernels_gpu),
