@@ -53,7 +53,7 @@ def bytes_sent(text):
 
 # EXERCISE 02.roll_loop
 def rolled(x_BD, w_LDD, b_LD):
-    """Run L layers, tanh and relu by turns, in a program of constant size.
+    """Run L layers of tanh and relu in turn, in a program of constant size.
 
     Args:
       x_BD: float32 [B, D].

@@ -327,7 +327,7 @@ restore_fusion = Exercise(
     minutes=15,
     points=10,
     statement="""
-Someone has been debugging this function for a week, and it got slower each day:
+Someone has been debugging this function for a week, and it has got slower each day:
 
 ```python
 gate = jax.jit(lambda a_XF: a_XF / (1 + jnp.exp(-a_XF)))
@@ -948,7 +948,7 @@ roll_loop = Exercise(
     minutes=25,
     points=10,
     statement="""
-The layers of this model use tanh and relu by turns, so its author wrote a Python loop:
+The layers of this model alternate between tanh and relu, so its author wrote a Python loop:
 
 ```python
 def unrolled(x_BD, w_LDD, b_LD):
