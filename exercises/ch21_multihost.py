@@ -44,7 +44,7 @@ def find_job(env):
 
 # EXERCISE 21.deadlock
 def run_job(job, steps, save_every):
-    """Train, save and stop without waiting for one that never comes.
+    """Train, save and stop without waiting for a process that never comes.
 
     Args:
       job: this process's part of the job, with the members of the statement.

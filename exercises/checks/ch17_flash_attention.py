@@ -817,8 +817,8 @@ the kernel `causal_by_hand_kernel` of this chapter and add what the first two po
 - A token sees only itself and earlier tokens of its own segment.
 - Segment ids never fall from one token to the next. So a block's *first* query sees farthest back: to the token with
   which its segment begins. Blocks of keys before that token are **neither loaded nor computed**, like those above the
-  diagonal: for each query head, load at most as many blocks of keys, and of values, as contain a key that is seen. The
-  segments are data, so use scalar prefetch.
+  diagonal: for each head and block of queries, load at most as many blocks of keys, and of values, as contain a key
+  that is seen. The segments are data, so use scalar prefetch.
 - `N / K` adjacent query heads share a key head, which is not repeated. T is a multiple of the block.
 - If q is bfloat16, so are the factors of all products, and the weights are rounded to it. Products and softmax add up
   in float32. Logits may be +-90.

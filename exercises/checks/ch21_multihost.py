@@ -268,7 +268,7 @@ row that applies decides.
         "The first row applies if any is set, but needs all three. For the node list, find the first comma outside "
         "brackets, then take the first entry of each bracket, as text: `012` is not 12.",
         r"`re.match(r'(?:[^,\[]|\[[^\]]*\])+', nodes)[0]` is the list up to that comma, and "
-        r"`re.sub(r'\[([^,\-\]]+)[^\]]*\]', r'\1', first)` opens the brackets.",
+        r"`re.sub(r'\[([^,\-\]]+)[^\]]*\]', r'\1', first)` replaces each bracket by its first entry.",
     ),
 )
 
@@ -1260,8 +1260,8 @@ Each second has one of seven causes:
   that ended it pays. An attempt whose `resumed` is None undoes nothing and keeps nothing; any other counts, even if it
   completed no step. A checkpoint may be damaged, so an attempt may go back further than the one before it, and undo
   steps of several attempts.
-- `"lost"` is also, in an attempt with a step, the time from the end of its last completed step to the fault that ended
-  it, which pays.
+- `"lost"` too: in an attempt with a step, the time from the end of its last completed step to the fault that ended it.
+  That fault pays.
 - `"slow"`: if a passing fault overlaps a step that counts, the time that the step took beyond the usual, at least 0.
   That fault pays. The usual time is the median over all completed steps that no passing fault overlaps, lost ones
   included.

@@ -42,7 +42,7 @@ def read_trace(events, window):
 
 # EXERCISE 20.mfu
 def mfu(model, rows, seq_len, seconds, peaks, chips):
-    """Compute the model FLOP utilisation of a training step.
+    """Compute the model FLOPs utilisation of a training step.
 
     Args:
       model: has `vocab`, `layers`, `embed`, `heads`, `kv_heads` (None: as many
