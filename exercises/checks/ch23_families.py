@@ -1497,8 +1497,8 @@ Write `window_attention(q_TNH, k_TKH, v_TKH, window, cache=None)`. It computes t
 `(out_TNH, cache)`, with the cache that the next call gets.
 
 - T is 1 when a model generates. When it reads a prompt, T is any number, even more than the window, and the tokens
-  may continue a text that has already begun. A text in pieces, whatever their lengths, gives the same output as the text
-  in one call.
+  may continue a text that has already begun. A text in pieces, whatever their lengths, gives the same output as the
+  text in one call.
 - Logits are divided by $\\sqrt{H}$. Each of the K key heads serves N / K neighbouring query heads.
 - The cache is `(keys, values, length)`: two float32 arrays [window, K, H], and the total number of tokens so far as a
   Python int. A slot that no token has reached is 0 and is not seen. Before the first token the cache is None.
