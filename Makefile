@@ -16,7 +16,7 @@ endif
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-train: .venv/base  ## train a small language model on your Python's own source text (2 minutes)
+train: .venv/base  ## train a small language model on your Python's own source text (2 to 3 minutes)
 	$(BIN)/minitext train $(ARGS)
 
 journey: .venv/journey  ## from text to a served assistant and a report of it (half an hour; goes on where it stopped)

@@ -470,3 +470,25 @@ def test_chapters_quote_the_newest_record_of_a_gpu():
     }.items():
         text = " ".join((ROOT / "notebooks" / f"{stem}.md").read_text(encoding="utf-8").split())
         assert all(figure in text for figure in (*figures, record.name)), stem
+
+
+def test_the_readme_quotes_the_newest_records_of_a_gpu():
+    def newest(benchmark):
+        files = (ROOT / "benchmarks" / "results").glob(f"{benchmark}-*.json")
+        return json.loads(max(files).read_text())
+
+    trained = newest("train_gpu")["results"][0]
+    cases = newest("decode_gpu")["cases"]
+    (one_text,) = (case["results"] for case in cases if case["batch"] == 1)
+    ratios = {name: case["ratio"] for name, case in newest("kernels_gpu")["cases"].items()}
+    plain, packed = "attention", "attention of packed rows"
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    for figure in (
+        f"{round(trained['tokens_per_second'], -1):,.0f} tokens a second, which is {trained['mfu']:.0%} MFU",
+        f"{one_text['minitext']['tokens_per_second']:.0f} tokens a second",
+        f"{one_text['transformers']['decode_ratio']:.1f} times as many",
+        f"{ratios[plain]:.2f} of cuDNN's speed",
+        f"{ratios[packed]:.2f} times cuDNN's speed",
+        f"({ratios[f'{plain} with gradients']:.2f} and {ratios[f'{packed} with gradients']:.2f} with gradients)",
+    ):
+        assert figure in text, figure

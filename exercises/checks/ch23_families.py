@@ -295,7 +295,7 @@ rope_scaling = Exercise(
     compare=3e-7,  # frequencies span six orders of magnitude, and observations are compared relative to the largest
     forbid=("minitext.models.rope",),
     statement="""
-Llama 3 was trained on 8,192 tokens and then stretched to 131,072. Pairs that turn quickly have met every angle
+Llama 3 was trained on texts of 8,192 tokens and then stretched to 131,072. Pairs that turn quickly have met every angle
 and are kept. Pairs that turn slowly are slowed further, which brings the angles of a long text back into the range
 that the model knows. Write `scaled_frequencies(pairs, theta, factor, low_freq_factor, high_freq_factor,
 original_length)`, which returns the frequency of each pair in radians per position.
@@ -1496,8 +1496,9 @@ what was there.
 Write `window_attention(q_TNH, k_TKH, v_TKH, window, cache=None)`. It computes the attention of T new tokens and returns
 `(out_TNH, cache)`, with the cache that the next call gets.
 
-- T is 1 when a model decodes. In prefill it's any number, even more than the window, and the tokens may continue a
-  text that has already begun. A text in pieces, whatever their lengths, gives the same output as the text in one call.
+- T is 1 when a model generates. When it reads a prompt, T is any number, even more than the window, and the tokens
+  may continue a text that has already begun. A text in pieces, whatever their lengths, gives the same output as the
+  text in one call.
 - Logits are divided by $\\sqrt{H}$. Each of the K key heads serves N / K neighbouring query heads.
 - The cache is `(keys, values, length)`: two float32 arrays [window, K, H], and the total number of tokens so far as a
   Python int. A slot that no token has reached is 0 and is not seen. Before the first token the cache is None.
@@ -2294,7 +2295,7 @@ You have somebody's model, the program that they ran it with, and your own decod
 shapes fit, but the numbers don't. Some settings are off, and you don't know which, or in which layers. Write
 `find_settings(ours, theirs, options, layers, vocab, longest)`, which finds the settings that their program uses.
 
-- `theirs(tokens)` returns a list with the residual stream after each layer, a NumPy array [T, D] each. `tokens` is an
+- `theirs(tokens)` returns a list with a NumPy array [T, D] for each layer: the residual stream after it. `tokens` is an
   integer array [T] of your choice, with numbers below `vocab`. T is at most `longest`.
 - `ours(settings, tokens)` returns the same for your decoder. `settings` is a list with a dict for each layer.
 - `options` has the values that each setting may have, such as `{"window": [None, 6, 20], "base": [1e4, 1e6]}`. Each
