@@ -293,8 +293,8 @@ device.
     hints=(
         "Take one parameter and one scheme, and answer three questions: is the parameter cut, is its gradient, are "
         "its moments? Only then look at dimensions.",
-        "Add up bytes parameter by parameter: a cut one counts for an n-th, an uncut one in full. If you divide "
-        "the total by n, you forget the second kind.",
+        "Add up bytes parameter by parameter: a device holds an n-th of a cut one, but all of an uncut one. If you "
+        "divide the total by n, you forget the second kind.",
         '`P(*("fsdp" if i in split else None for i in range(len(dims))))`, where `split` has the positions of '
         "`embed`. It is empty if the scheme doesn't cut, or if there is one device.",
     ),
@@ -769,7 +769,7 @@ zero_stages = Exercise(
     statement="""
 Write `stage_costs(cut, whole, devices, scheme, microbatches)`. It returns four Python integers: the bytes of
 parameters, gradients and optimizer state on one device, and the bytes that this device sends in one step. The checks
-draw numbers for you.
+use other numbers for each learner.
 
 - Schemes can cut the `cut` parameters, and never cut the `whole` ones. Parameters, gradients and AdamW's two moments
   are float32.

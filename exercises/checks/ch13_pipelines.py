@@ -34,7 +34,7 @@ rubbish. Yours does neither:
 - It has a gradient, for w and for x. Autodiff makes the backward pass; you don't write one.
 - In the forward pass the stages exchange only **one microbatch in each tick**, by collective permute, and at the end
   the result, in one collective.
-- M may be 1, or smaller than S. It is called inside `jax.jit` and `jax.set_mesh`.
+- M may be 1, or smaller than S. The checks call `gpipe` inside `jax.jit` and `jax.set_mesh`.
 
 A scan's carry must keep its type. The result of `ppermute` is *varying*: it differs between stages. Zeros aren't
 varying until `jax.lax.pcast(zeros, "stage", to="varying")` declares them so.

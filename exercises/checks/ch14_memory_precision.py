@@ -991,7 +991,7 @@ which returns the fastest `(remat, microbatches, offload)` whose peak is at most
 - The peak is what is always there plus the larger of these two. Divide without rounding: half a byte more than
   `memory` is too much.
 - A step takes 3 times `seconds["forward"]`, or 4 times with remat `"full"`; `seconds["microbatch"]` more for
-  each microbatch after the first; and with offload 2 times `seconds["transfer"]`.
+  each microbatch after the first; and with offload 2 times `seconds["transfer"]` more.
 """,
     hints=(
         "There are not many plans: two kinds of remat, the divisors of `rows`, offload or not. Try them all.",
@@ -1315,7 +1315,7 @@ An example: with four layers, `inputs = [1, 1, 1, 1]`, `kept = [10, 10, 10, 10]`
 `memory = 24`, the answer is `[(1, 2), (2, 3)]`. The forward pass ends with 10 + 1 + 1 + 10 bytes, and layers 1 and 2
 take 3 microseconds again. One group `(1, 3)` would keep a byte less, but need 10 + 20 bytes when it runs again.
 
-All numbers are Python integers. Bytes may have twelve digits, but there are at most 30 layers, and all their times
+All numbers are Python integers. Sizes may have twelve digits, but there are at most 30 layers, and all their times
 together are at most 300. There are far too many choices to try them all.
 """,
     hints=(
