@@ -986,8 +986,8 @@ which returns the fastest `(remat, microbatches, offload)` whose peak is at most
 `sizes["logits"]`, all for the batch at once.
 
 - P is always in memory, and so is O unless offloaded.
-- At the loss and in the backward pass, A/M comes on top, and P more for the sum of the gradients if M > 1.
-- At the update, P comes on top for the gradients, and O if offloaded, because it has to come back.
+- At the loss and in the backward pass, add A/M, and P more for the sum of the gradients if M > 1.
+- At the update, add P for the gradients, and O if offloaded, because it has to come back.
 - The peak is what is always there plus the larger of these two. Divide without rounding: half a byte more than
   `memory` is too much.
 - A step takes 3 times `seconds["forward"]`, or 4 times with remat `"full"`; `seconds["microbatch"]` more for
