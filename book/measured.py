@@ -241,8 +241,8 @@ def train_quantized(records: list[Record]) -> str:
         for name, case in r["cases"].items()
     ]  # fmt: skip
     return (
-        f"Preset {r['preset']}, {r['steps']} steps, one seed; all but the first quantize the products of every rule's "
-        f"modules, forward and backward.\n\n{table(['Products', 'Validation loss', 'Over bfloat16'], rows)}"
+        f"Preset {r['preset']}, {r['steps']} steps, one seed. In all runs but the first, the products are quantized, "
+        f"forward and backward.\n\n{table(['Products', 'Validation loss', 'Over bfloat16'], rows)}"
     )
 
 
