@@ -28,16 +28,21 @@ TINY = [
     "model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.mlp=64", f"model.vocab={V}",
 ]  # fmt: skip
 KINDS = {
-    "gqa": [],
+    "gqa": ["model.layers=1"],
     "moe": ["model.ffn.kind=moe", "model.ffn.capacity_factor=1.0"],
     "mla": ["model.attention.kind=mla", "model.kv_heads=null"],
     "deltanet": ["model.attention.kind=deltanet"],
     "window": ["model.attention.window=5", "model.attention.softcap=9", "model.attention.sinks=true"],
     "period": ["model.period=[{attention.window: 7}, {attention.chunk: 8}]", "model.dense_layers=0"],
 }  # fmt: skip
-# Few pages of few tokens: texts wait for each other, and are preempted.
+# Few pages of few tokens: texts wait for each other, and are preempted. Programs have 4 rows, or 16 with guesses.
 SMALL = EngineOptions(
-    page_tokens=8, max_sequences=4, max_length=LONGEST, cache_tokens=152, chunk=16
+    page_tokens=8,
+    max_sequences=4,
+    max_length=LONGEST,
+    cache_tokens=152,
+    chunk=16,
+    row_sizes=(4, 16),
 )
 
 
@@ -146,7 +151,7 @@ def check_a_crowd(engine, greedy, seed, count):
 @pytest.mark.parametrize("kind", audit_but(("period",), KINDS))
 def test_texts_are_what_they_would_be_alone(model, kind):
     cfg, params, _, greedy = model(kind)
-    engine = Engine(cfg, params, SMALL)
+    engine = Engine(cfg, params, dataclasses.replace(SMALL, row_sizes=(2, 4)))
     made = jax.tree.structure(engine.cache)
     check_a_crowd(engine, greedy, 0, 8)
     assert jax.tree.structure(engine.cache) == made  # otherwise programs are compiled twice

@@ -124,7 +124,7 @@ LIMITS = [1, 5, 8, 11, 16, 17, 100]
     window=st.sampled_from([None, *LIMITS]), chunk=st.sampled_from([None, *LIMITS]),
     softcap=st.sampled_from([None, 1.5]), sinks=st.booleans(), rows=st.sampled_from([1, 4, 99]),
 )  # fmt: skip
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_xla_computes_what_layers_have(seed, lengths, window, chunk, softcap, sinks, rows):
     check_options(seed, lengths, window, chunk, softcap, sinks, ("xla", "xla_blocked"), rows)
 

@@ -114,7 +114,7 @@ def test_each_row_of_an_expert_has_its_own_scale_and_its_gradient_is_that_of_the
 
 
 def sent(target, *settings):
-    """Returns the types and bytes of what a train step compiled for a target gathers in its loops."""
+    """Returns the types and bytes of what a train step compiled for a target gathers in its loop over layers."""
     cfg = mt.load_config("laptop", [*SMALL, *settings])
     mesh = topology_mesh(target, cfg.mesh)
     with jax.set_mesh(mesh):
@@ -134,7 +134,7 @@ def sent(target, *settings):
 def test_a_tpu_sends_int8():
     wide = [
         "model.embed=512", "model.head_dim=128", "model.mlp=1024", "data.seq_len=128", "model.dtype=bfloat16",
-        "mesh.data=1", "mesh.fsdp=4", "model.scan_layers=true",  # `sent` counts in loops
+        "mesh.data=1", "mesh.fsdp=4",
     ]  # fmt: skip
     exact, rounded = sent("v5e:2x2", *wide), sent("v5e:2x2", *wide, ROUNDED)
     weights = exact["bf16"]
