@@ -23,7 +23,6 @@ from tests.models.test_transformer import dot_flops
 
 TINY = [
     "model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.mlp=64", "model.vocab=64",
-    "model.scan_layers=true",
 ]  # fmt: skip
 KINDS = {
     "gqa": [],
@@ -101,7 +100,7 @@ def test_a_projection_and_its_gradients_are_those_of_the_formula():
 
 def test_gradients_reach_adapters_through_stored_weights():
     """They are those beside a float32 base of the numbers that the stored weights stand for."""
-    cfg = settings("nf4")
+    cfg = settings("nf4", "model.layers=1")
     stored = trained(cfg)
     floats = trained(cfg.model_copy(update={"storage": ()}))
     pairs = dict(nnx.iter_modules(floats))

@@ -58,7 +58,7 @@ def test_devices_gather_what_one_has():
 
 
 MESHES = {
-    "fsdp_tp": ["mesh.fsdp=4", "mesh.tensor=2", "mesh.data=1"],
+    "fsdp_tp": ["mesh.fsdp=2", "mesh.tensor=2", "mesh.data=1"],
     "all": ["mesh.fsdp=2", "mesh.context=2", "mesh.data=2"],
     "pp": ["mesh.fsdp=2", "mesh.stage=2", "mesh.data=1"],
 }

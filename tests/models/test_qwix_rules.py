@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import minitext as mt
@@ -308,16 +307,18 @@ def test_adapters_on_4_bit_weights(scan):
     ],
 )  # fmt: skip
 def test_the_check_names_what_stays_wide(kind, provider, found):
-    model = make_model(*MODELS[kind])
-    wide = wide_products(model, provider(), TOKENS)
+    wide = wide_products(make_model(*MODELS[kind]), provider(), TOKENS)
     assert {(w.module, w.what) for w in wide} == found
-    if found:
-        with pytest.raises(
-            UserError, match=rf"name {len(wide)} products and weights that would stay wide"
-        ):
-            refuse_wide(model, provider(), TOKENS)
-    else:
-        refuse_wide(model, provider(), TOKENS)
+
+
+def test_the_check_refuses_what_would_stay_wide_and_nothing_else():
+    rules = qwix.PtqProvider(int8("blocks/ffn"))
+    refuse_wide(make_model(*SLOTS), rules, TOKENS)
+    model = make_model(*MOE)
+    count = len(wide_products(model, rules, TOKENS))
+    said = f"name {count} products and weights that would stay wide"
+    with pytest.raises(UserError, match=said):
+        refuse_wide(model, rules, TOKENS)
 
 
 def test_the_check_sees_that_blocks_leave_the_backward_pass_wide_by_default():
@@ -434,7 +435,7 @@ def test_quantized_training_of_one_product_on_a_mesh_fails_in_qwix():
         def __call__(self, x):
             return jnp.einsum("XD,DF->XF", x, self.w[...])
 
-    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))):
+    with jax.set_mesh(make_mesh(MeshConfig(data=2), jax.devices()[:2])):
         x = jax.device_put(jnp.ones((32, 16)), P("data", None))
         taken = qwix.quantize_model(Product(), train_int8(".*"), x)
         try:
@@ -447,7 +448,7 @@ def test_quantized_training_of_one_product_on_a_mesh_fails_in_qwix():
 
 def test_the_check_refuses_quantized_training_on_a_mesh_and_names_ours():
     with (
-        jax.set_mesh(make_mesh(MeshConfig(data=8))),
+        jax.set_mesh(make_mesh(MeshConfig(data=2), jax.devices()[:2])),
         pytest.raises(UserError, match="model.quantization"),
     ):
         refuse_wide(
