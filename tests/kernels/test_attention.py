@@ -100,7 +100,7 @@ def masks(draw, T):
     softcap=st.sampled_from([2.0, None]), sinks=st.sampled_from([True, False]),
     flash=st.sampled_from([flash_of_long_rows, flash]),
 )  # fmt: skip
-@settings(max_examples=2)  # the first has the first of each list
+@settings(max_examples=2)  # the first takes the first of each list
 def test_it_equals_the_reference_in_value_and_gradient(
     data, seed, T, heads, segmented, softcap, sinks, flash
 ):

@@ -98,7 +98,7 @@ def masks(draw, T=64):
     mask=masks(100), packed=st.sampled_from([True, False]), softcap=st.sampled_from([2.0, None]),
     sinks=st.sampled_from([True, False]),
 )  # fmt: skip
-@settings(max_examples=2)  # the first has the first of each list
+@settings(max_examples=2)  # the first takes the first of each list
 def test_flash_attention_is_the_reference(seed, T, heads, mask, packed, softcap, sinks):
     q, k, v, segments, sinks_N = attention_inputs(seed, T, *heads)
     args = q, k, v, *([sinks_N] if sinks else [])
