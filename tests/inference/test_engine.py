@@ -578,10 +578,10 @@ def test_a_row_draws_the_same_whatever_the_others_want():
     positions, how = np.arange(6, dtype=np.int32), knobs(6, temperature=[0, 1, 2, 0, 1, 1])
     nothing = Adjustments(np.zeros((6, V), np.float32), np.zeros((6, V), bool))
     plain = draw(logits, positions, how, None, Want(random=True)).token
-    for want in (Want(True, True), Want(True, False, True), Want(True, True, True)):
-        for adjustments in (None, nothing):
-            found = draw(logits, positions, how, adjustments, want).token
-            np.testing.assert_array_equal(found, plain)
+    wants = Want(True), Want(True, True), Want(True, False, True), Want(True, True, True)
+    for want, adjustments in zip(wants, (nothing, None, None, nothing), strict=True):
+        found = draw(logits, positions, how, adjustments, want).token
+        np.testing.assert_array_equal(found, plain)
     np.testing.assert_array_equal(plain[0], np.argmax(logits[0]))
 
 

@@ -34,7 +34,6 @@ TIED = ("model.tie_embeddings=true",)
 PERIOD = ("model.layers=4", "model.period=[{attention: {window: 5}}, {}]")
 BOTH = (*MOE, "model.period=[{}, {ffn: {capacity_factor: 1.5}}]")
 SCANNED = pytest.param(True, id="scanned")
-scanned_or_not = pytest.mark.parametrize("scan", [SCANNED, pytest.param(False, id="unrolled")])
 scanned_first = pytest.mark.parametrize(
     "scan", [SCANNED, pytest.param(False, id="unrolled", marks=pytest.mark.audit)]
 )
@@ -230,7 +229,7 @@ def test_fake_quantization_for_training_is_the_same_provider_without_a_type_of_g
     assert all(np.isfinite(g).all() and np.any(g) for g in gradients(taken).values())
 
 
-@scanned_or_not
+@scanned_first
 def test_statistics_of_each_layer_are_kept_and_move(scan):
     model = make_model(scanning(scan))
     taken = qwix.quantize_model(
@@ -402,7 +401,7 @@ def on_mesh(preset, take):
     with jax.set_mesh(make_mesh(MeshConfig(**MESHES[preset]), jax.devices()[:4])):
         rules = RULES[preset]
         tokens = rules.shard(ROWS, "batch", "seq")
-        taken = take(make_model(rules=rules), tokens)
+        taken = take(make_model(scanning(True), rules=rules), tokens)
         return np.asarray(taken(tokens)), taken
 
 
@@ -413,7 +412,7 @@ def test_stored_weights_and_adapters_on_a_mesh_are_those_of_one_device(preset):
         return qwix.apply_lora_to_model(model, provider, tokens, rngs=nnx.Rngs(1))
 
     logits, taken = on_mesh(preset, take)
-    alone = take(make_model(), ROWS)
+    alone = take(make_model(scanning(True)), ROWS)
     np.testing.assert_allclose(logits, alone(ROWS), rtol=1e-4, atol=1e-4)
     for path, x in names_of(alone).items():
         np.testing.assert_allclose(
