@@ -108,7 +108,12 @@ def test_scan_and_remat_change_nothing(change):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.abs(b).max()))
 
 
-@pytest.mark.parametrize("save", [("qkv", "gate_up"), ("attention", "attention_out", "hidden")])
+EVERY_NAME = ("qkv", "gate_up", "attention", "attention_out", "hidden")
+
+
+@pytest.mark.parametrize(
+    "save", audit_but([EVERY_NAME], [EVERY_NAME, EVERY_NAME[:2], EVERY_NAME[2:]])
+)
 def test_what_remat_keeps_by_name_changes_no_bit(save):
     kept = gradient(scan_layers=True, remat="names", remat_save=save)
     full = gradient(scan_layers=True, remat="full")
