@@ -164,7 +164,9 @@ def test_texts_are_what_they_would_be_alone(model, kind):
 def test_prompts_that_begin_alike_are_computed_together(model, kind):
     """As under a common system prompt: the beginning is read from pages, and the rest of all is one program."""
     cfg, params, _, greedy = model(kind)
-    options = EngineOptions(page_tokens=8, max_sequences=8, max_length=LONGEST, chunk=128)
+    options = EngineOptions(
+        page_tokens=8, max_sequences=8, max_length=LONGEST, chunk=128, row_sizes=(8,)
+    )
     engine = Engine(cfg, params, options)
     begin = np.random.default_rng(3).integers(0, 48, 17).tolist()
     answer(engine, Request(tuple(begin), 1, temperature=0))
