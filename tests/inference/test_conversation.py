@@ -22,7 +22,7 @@ GREEDY = Sampling(temperature=0)
 @pytest.fixture
 def conversation(tiny, tmp_path):
     def make(length=256, system=""):
-        cfg, tokenizer = tiny().model, ByteTokenizer()
+        cfg, tokenizer = tiny("model.layers=1").model, ByteTokenizer()
         params = nnx.state(Transformer(cfg, rngs=nnx.Rngs(0)), nnx.Param)
         engine = Engine(cfg, params, EngineOptions(max_sequences=1, max_length=length))
         chat = Chat(TEMPLATE, {}, frozenset({tokenizer.eod_id}), tmp_path / "published")

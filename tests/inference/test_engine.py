@@ -28,16 +28,21 @@ TINY = [
     "model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.mlp=64", f"model.vocab={V}",
 ]  # fmt: skip
 KINDS = {
-    "gqa": [],
+    "gqa": ["model.layers=1"],
     "moe": ["model.ffn.kind=moe", "model.ffn.capacity_factor=1.0"],
     "mla": ["model.attention.kind=mla", "model.kv_heads=null"],
     "deltanet": ["model.attention.kind=deltanet"],
     "window": ["model.attention.window=5", "model.attention.softcap=9", "model.attention.sinks=true"],
     "period": ["model.period=[{attention.window: 7}, {attention.chunk: 8}]", "model.dense_layers=0"],
 }  # fmt: skip
-# Few pages of few tokens: texts wait for each other, and are preempted.
+# Few pages of few tokens: texts wait for each other, and are preempted. Programs have 4 rows, or 16 with guesses.
 SMALL = EngineOptions(
-    page_tokens=8, max_sequences=4, max_length=LONGEST, cache_tokens=152, chunk=16
+    page_tokens=8,
+    max_sequences=4,
+    max_length=LONGEST,
+    cache_tokens=152,
+    chunk=16,
+    row_sizes=(4, 16),
 )
 
 
@@ -146,7 +151,7 @@ def check_a_crowd(engine, greedy, seed, count):
 @pytest.mark.parametrize("kind", audit_but(("period",), KINDS))
 def test_texts_are_what_they_would_be_alone(model, kind):
     cfg, params, _, greedy = model(kind)
-    engine = Engine(cfg, params, SMALL)
+    engine = Engine(cfg, params, dataclasses.replace(SMALL, row_sizes=(2, 4)))
     made = jax.tree.structure(engine.cache)
     check_a_crowd(engine, greedy, 0, 8)
     assert jax.tree.structure(engine.cache) == made  # otherwise programs are compiled twice
@@ -159,7 +164,9 @@ def test_texts_are_what_they_would_be_alone(model, kind):
 def test_prompts_that_begin_alike_are_computed_together(model, kind):
     """As under a common system prompt: the beginning is read from pages, and the rest of all is one program."""
     cfg, params, _, greedy = model(kind)
-    options = EngineOptions(page_tokens=8, max_sequences=8, max_length=LONGEST, chunk=128)
+    options = EngineOptions(
+        page_tokens=8, max_sequences=8, max_length=LONGEST, chunk=128, row_sizes=(8,)
+    )
     engine = Engine(cfg, params, options)
     begin = np.random.default_rng(3).integers(0, 48, 17).tolist()
     answer(engine, Request(tuple(begin), 1, temperature=0))
@@ -573,10 +580,10 @@ def test_a_row_draws_the_same_whatever_the_others_want():
     positions, how = np.arange(6, dtype=np.int32), knobs(6, temperature=[0, 1, 2, 0, 1, 1])
     nothing = Adjustments(np.zeros((6, V), np.float32), np.zeros((6, V), bool))
     plain = draw(logits, positions, how, None, Want(random=True)).token
-    for want in (Want(True, True), Want(True, False, True), Want(True, True, True)):
-        for adjustments in (None, nothing):
-            found = draw(logits, positions, how, adjustments, want).token
-            np.testing.assert_array_equal(found, plain)
+    wants = Want(True), Want(True, True), Want(True, False, True), Want(True, True, True)
+    for want, adjustments in zip(wants, (nothing, None, None, nothing), strict=True):
+        found = draw(logits, positions, how, adjustments, want).token
+        np.testing.assert_array_equal(found, plain)
     np.testing.assert_array_equal(plain[0], np.argmax(logits[0]))
 
 

@@ -28,7 +28,13 @@ KINDS = {
 }  # fmt: skip
 # Few pages and places: texts wait, and are preempted.
 SMALL = EngineOptions(
-    page_tokens=8, max_sequences=5, max_length=64, cache_tokens=152, chunk=16, adapters=3
+    page_tokens=8,
+    max_sequences=5,
+    max_length=64,
+    cache_tokens=152,
+    chunk=16,
+    adapters=3,
+    row_sizes=(5,),
 )
 NAMES = (None, "one", "two", "three")
 

@@ -33,7 +33,7 @@ def test_the_first_layer_that_departs_is_named(folder, monkeypatch):
         return read(values | {"layer_types": types})
 
     monkeypatch.setattr(parity.families, "config", off)
-    found = parity.compare(str(folder), length=12, continued=6)
+    found = parity.compare(str(folder), length=12, continued=1)
     assert not found.holds and found.differs == 1
     json.dumps(found.to_json())
 

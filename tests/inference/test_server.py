@@ -37,7 +37,9 @@ TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 )
-PAGES = {"page_tokens": 128, "max_sequences": 8, "max_length": 512, "chunk": 512}
+PAGES = {
+    "page_tokens": 128, "max_sequences": 8, "max_length": 512, "chunk": 512, "row_sizes": (8,),
+}  # fmt: skip
 
 
 @functools.cache

@@ -23,16 +23,16 @@ COMBINATIONS = {
 
 
 def seen(T, segments=None, *, causal=True, window=None, chunk=None):
-    """Which of T tokens each sees, [B, T, T] or [1, T, T], one pair at a time."""
+    """Which of T tokens each sees, [B, T, T] or [1, T, T]."""
     rows = np.zeros((1, T), int) if segments is None else np.asarray(segments)
-    found = np.zeros((len(rows), T, T), bool)
-    for b, t, s in np.ndindex(found.shape):
-        found[b, t, s] = (
-            rows[b, t] == rows[b, s]
-            and (s <= t or not causal)
-            and (window is None or t - s < window)
-            and (chunk is None or t // chunk == s // chunk)
-        )
+    t, s = np.arange(T)[:, None], np.arange(T)
+    found = rows[:, :, None] == rows[:, None]
+    if causal:
+        found &= s <= t
+    if window is not None:
+        found &= t - s < window
+    if chunk is not None:
+        found &= t // chunk == s // chunk
     return found
 
 

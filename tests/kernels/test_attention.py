@@ -95,11 +95,12 @@ def masks(draw, T):
 
 
 @given(
-    data=st.data(), seed=st.integers(0, 99), T=st.sampled_from([1, 16, 37, 41]),
-    heads=st.sampled_from([(1, 1), (2, 1), (4, 2)]), segmented=st.booleans(),
-    softcap=st.sampled_from([None, 2.0]), sinks=st.booleans(), flash=st.sampled_from([flash, flash_of_long_rows]),
+    data=st.data(), seed=st.integers(0, 99), T=st.sampled_from([37, 41, 16, 1]),
+    heads=st.sampled_from([(2, 1), (4, 2), (1, 1)]), segmented=st.sampled_from([True, False]),
+    softcap=st.sampled_from([2.0, None]), sinks=st.sampled_from([True, False]),
+    flash=st.sampled_from([flash_of_long_rows, flash]),
 )  # fmt: skip
-@settings(max_examples=3)
+@settings(max_examples=2)  # the first takes the first of each list
 def test_it_equals_the_reference_in_value_and_gradient(
     data, seed, T, heads, segmented, softcap, sinks, flash
 ):
@@ -163,8 +164,7 @@ def strictly(f, *args):
 @pytest.mark.parametrize("switches", audit_but(["window and softcap"], dense.COMBINATIONS))
 @pytest.mark.parametrize("T", audit_but([37], [1, 37]))
 def test_switches_together_are_those_of_the_reference_in_the_strict_simulator(switches, T):
-    attention = flash_of_long_rows
-    got, want, plain = with_switches(strictly, attention, dense.COMBINATIONS[switches], T, T > 1)
+    got, want, plain = with_switches(strictly, flash, dense.COMBINATIONS[switches], T, T > 1)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))
     assert T == 1 or all(jnp.abs(a - b).max() > 1e-3 for a, b in zip(want, plain, strict=False))
@@ -172,7 +172,7 @@ def test_switches_together_are_those_of_the_reference_in_the_strict_simulator(sw
 
 @pytest.mark.parametrize("size", audit_but([3.0], [1.0, 3.0]))  # the larger, the fewer keys count
 def test_in_bfloat16_it_is_no_further_from_float64_than_xla(size):
-    q, k, v = inputs(0, 1, 256, 8, 2, H=64, size=size, dtype="bfloat16")
+    q, k, v = inputs(0, 1, 256, 2, 1, H=64, size=size, dtype="bfloat16")
     probe = jax.random.normal(jax.random.key(1), q.shape, "bfloat16").astype("float32")
     blocks = BlockShape(128, 128, Tile(64, 64), Tile(64, 128))
     attention = functools.partial(flash_attention_tpu.flash_attention, blocks=blocks)

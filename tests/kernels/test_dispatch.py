@@ -150,7 +150,10 @@ PLACES = [
 
 
 @pytest.mark.parametrize("switches", audit_but(["all"], dense.SWITCHES))
-@pytest.mark.parametrize(("impl", "T", "mesh"), [*PLACES, ("xla_blocked", 512, False)])
+@pytest.mark.parametrize(
+    ("impl", "T", "mesh"),
+    [*PLACES, pytest.param("xla_blocked", 512, False, marks=pytest.mark.audit)],
+)
 def test_switches_are_their_definition_in_value_and_gradient(impl, T, mesh, switches):
     options, sinks, limits = switched(**dense.SWITCHES[switches])
     q, k, v, segments = inputs(0, 2, T, 4, 2, 8, 3.0)

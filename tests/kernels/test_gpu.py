@@ -99,10 +99,11 @@ def masks(draw, T=64):
 
 
 @given(
-    seed=st.integers(0, 99), T=st.sampled_from([5, 64, 100]), heads=st.sampled_from([(2, 2), (4, 2), (3, 1)]),
-    mask=masks(100), packed=st.booleans(), softcap=st.sampled_from([None, 2.0]), sinks=st.booleans(),
+    seed=st.integers(0, 99), T=st.sampled_from([100, 64, 5]), heads=st.sampled_from([(4, 2), (2, 2), (3, 1)]),
+    mask=masks(100), packed=st.sampled_from([True, False]), softcap=st.sampled_from([2.0, None]),
+    sinks=st.sampled_from([True, False]),
 )  # fmt: skip
-@settings(max_examples=4)
+@settings(max_examples=2)  # the first takes the first of each list
 def test_flash_attention_is_the_reference(seed, T, heads, mask, packed, softcap, sinks):
     q, k, v, segments, sinks_N = attention_inputs(seed, T, *heads)
     args = q, k, v, *([sinks_N] if sinks else [])
@@ -242,7 +243,7 @@ def grouped_by_definition(lhs_MK, rhs_GKN, group_sizes_G):
     seed=st.integers(0, 99), shape=st.sampled_from([(100, 48, 40), (64, 32, 64), (7, 5, 3)]), rest=st.integers(0, 9),
     cuts=st.lists(st.integers(0, 100), min_size=1, max_size=4),
 )  # fmt: skip
-@settings(max_examples=4)
+@settings(max_examples=3)
 def test_grouped_matmul_is_its_definition(seed, shape, rest, cuts):
     M, K, N = shape
     rng, owned = np.random.default_rng(seed), max(0, M - rest)

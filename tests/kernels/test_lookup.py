@@ -14,7 +14,7 @@ from minitext.sharding.mesh import make_mesh
 from tests.kernels.test_gpu import interpreted, with_gradients
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=5)
 @given(
     st.integers(1, 20), st.integers(1, 70), st.integers(0, 200), st.booleans(), st.integers(0, 9)
 )

@@ -92,11 +92,11 @@ def layouts(draw):
 
 
 @given(
-    seed=st.integers(0, 99), layout=layouts(), heads=st.sampled_from([(1, 1), (4, 2), (6, 3)]),
-    H=st.sampled_from([8, 128]), dtype=st.sampled_from(["float32", "bfloat16"]),
-    size=st.sampled_from([1.0, 60.0]), cores=st.sampled_from([1, 2]), steps=st.sampled_from([1, 2]),
+    seed=st.integers(0, 99), layout=layouts(), heads=st.sampled_from([(4, 2), (1, 1), (6, 3)]),
+    H=st.sampled_from([8, 128]), dtype=st.sampled_from(["bfloat16", "float32"]),
+    size=st.sampled_from([60.0, 1.0]), cores=st.sampled_from([2, 1]), steps=st.sampled_from([2, 1]),
 )  # fmt: skip
-@settings(max_examples=3)
+@settings(max_examples=2)  # the first takes the first of each list
 def test_values_are_the_definition(seed, layout, heads, H, dtype, size, cores, steps):
     lengths, S, X = layout
     S = S if dtype == "float32" else 16
@@ -124,7 +124,7 @@ LIMITS = [1, 5, 8, 11, 16, 17, 100]
     window=st.sampled_from([None, *LIMITS]), chunk=st.sampled_from([None, *LIMITS]),
     softcap=st.sampled_from([None, 1.5]), sinks=st.booleans(), rows=st.sampled_from([1, 4, 99]),
 )  # fmt: skip
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_xla_computes_what_layers_have(seed, lengths, window, chunk, softcap, sinks, rows):
     check_options(seed, lengths, window, chunk, softcap, sinks, ("xla", "xla_blocked"), rows)
 
@@ -152,7 +152,7 @@ def check_options(seed, lengths, window, chunk, softcap, sinks, impls, rows=99):
             np.testing.assert_allclose(run(impl, *args, **options), want, atol=2e-5)
 
 
-@pytest.mark.parametrize("switch", ["window", "chunk", "softcap", "sinks", "all"])
+@pytest.mark.parametrize("switch", audit_but(["chunk", "all"], dense.SWITCHES))
 def test_it_is_attention_over_a_cache_without_pages(switch):
     """The last of 40 tokens, as `cached_attention` computes it from a cache in one piece."""
     N, K, H, S, T = 4, 2, 8, 8, 40

@@ -59,11 +59,11 @@ def far(got, want):
 
 
 @given(
-    seed=st.integers(0, 99), X=st.sampled_from([1, 5, 16, 130, 300]), D=st.sampled_from([1, 7, 128, 200]),
-    dtype=st.sampled_from(["float32", "bfloat16"]), size=st.sampled_from([1.0, 1e-4, 1e4]),
-    cores=st.sampled_from([1, 2]),
+    seed=st.integers(0, 99), X=st.sampled_from([130, 1, 5, 16, 300]), D=st.sampled_from([200, 1, 7, 128]),
+    dtype=st.sampled_from(["float32", "bfloat16"]), size=st.sampled_from([1e4, 1.0, 1e-4]),
+    cores=st.sampled_from([2, 1]),
 )  # fmt: skip
-@settings(max_examples=3)
+@settings(max_examples=2)  # the first takes the first of each list
 def test_values_and_gradients_are_the_definition(seed, X, D, dtype, size, cores):
     args = inputs(seed, (X, D), dtype, size)
     got = simulate(with_gradients(fused), *args, seed=seed, cores=cores)

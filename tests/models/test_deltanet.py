@@ -29,9 +29,7 @@ from minitext.sharding.rules import RULES, tree_shardings
 WIDTHS = DeltaNetConfig(key_heads=2, value_heads=6, key_dim=5, value_dim=7, conv=3)
 CFG = ModelConfig(vocab=40, layers=2, embed=24, heads=3, mlp=32, attention=WIDTHS)
 # The last layer of each period has keys and values.
-MIXED = CFG.model_copy(
-    update={"layers": 3, "period": ((), (("attention.kind", "gqa"),)), "scan_layers": False}
-)
+MIXED = CFG.model_copy(update={"period": ((), (("attention.kind", "gqa"),)), "scan_layers": False})
 
 
 @pytest.fixture

@@ -220,7 +220,7 @@ def test_the_cache_holds_one_latent_and_one_key_for_all_heads(heads):
     st.sampled_from([None, 7]), st.integers(1, 9), st.integers(1, 5), st.sampled_from([2, 4]), st.integers(1, 5),
     st.integers(1, 4),
 )  # fmt: skip
-@settings(max_examples=10)
+@settings(max_examples=6)
 def test_formulas_of_parameters_and_operations_are_exact(q_rank, kv_rank, nope, rotated, v, heads):
     widths = MLAConfig(q_rank=q_rank, kv_rank=kv_rank, nope_dim=nope, rope_dim=rotated, v_dim=v)
     cfg = CFG.model_copy(update={"heads": heads, "attention": widths})

@@ -1,5 +1,6 @@
 """Mixture of experts: routers against an oracle, what is dropped, equality of the two ways, gradients, statistics."""
 
+import functools
 import itertools
 from functools import partial
 from typing import Any
@@ -278,7 +279,10 @@ def test_biases_move_towards_the_even_share():
     assert not np.any(params["blocks"]["ffn"]["bias"].get_value())
 
 
-def run(cfg, mesh, steps=2):
+@functools.cache
+def run(tiny, mesh, *settings, steps=2):
+    more = "model.ffn.bias_rate=0.01", "model.ffn.capacity_factor=1.0", "model.layers=1"
+    cfg = tiny(*MOE, *more, *settings)
     state, step, lines = init_state(cfg, mesh), make_train_step(cfg, mesh), []
     for seed in range(steps):
         state, metrics = step(state, packed_batch(cfg, mesh, seed))
@@ -287,14 +291,13 @@ def run(cfg, mesh, steps=2):
 
 
 def test_a_step_reports_its_experts_and_moves_their_biases(tiny, one_device):
-    cfg = tiny(*MOE, "model.ffn.bias_rate=0.01", "model.ffn.capacity_factor=1.0")
-    lines, state = run(cfg, one_device)
+    lines, state = run(tiny, one_device)
     for line in lines:
         assert line["expert_load_min"] < 1 < line["expert_load_max"] <= 4
         assert 0 < line["dropped"] < 0.6 and 0.9 < line["balance_loss"] < 4
         assert line["router_z_loss"] > 0
     bias = np.abs(state.params["blocks"]["ffn"]["bias"].get_value())
-    assert bias.shape == (2, 8) and set(np.round(bias, 4).ravel()) <= {
+    assert bias.shape == (1, 8) and set(np.round(bias, 4).ravel()) <= {
         0,
         0.01,
         0.02,
@@ -306,8 +309,8 @@ def test_a_step_reports_its_experts_and_moves_their_biases(tiny, one_device):
 
 def test_parts_of_a_batch_report_the_whole(tiny, one_device):
     """Loads are counted over all microbatches; the rest is their mean, weighted by targets."""
-    (whole,), _ = run(tiny(*MOE, "model.layers=1"), one_device, steps=1)
-    (parts,), _ = run(tiny(*MOE, "model.layers=1", "train.microbatches=4"), one_device, steps=1)
+    (whole, _), _ = run(tiny, one_device)
+    (parts,), _ = run(tiny, one_device, "train.microbatches=4", steps=1)
     for name in ("expert_load_max", "expert_load_min", "dropped"):
         np.testing.assert_allclose(parts[name], whole[name])
     np.testing.assert_allclose(parts["router_z_loss"], whole["router_z_loss"], rtol=0.05)

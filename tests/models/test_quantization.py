@@ -117,6 +117,7 @@ RULES_TRIED = [
     {"dtype": "fp8", "gradients": "e5m2"},
 ]
 rules_tried = pytest.mark.parametrize("options", RULES_TRIED, ids=str)
+some_rules_tried = pytest.mark.parametrize("options", audit_but(RULES_TRIED[2::4], RULES_TRIED))
 
 
 def products(fn, x, w, probe):
@@ -128,7 +129,7 @@ def products(fn, x, w, probe):
 @pytest.mark.parametrize(
     "sizes",
     audit_but(
-        [((48,), 40, 24), ((2, 17), 33, 1)], [((48,), 40, 24), ((5,), 7, 3), ((2, 17), 33, 1)]
+        [((2, 17), 33, 24)], [((48,), 40, 24), ((5,), 7, 3), ((2, 17), 33, 1), ((2, 17), 33, 24)]
     ),
 )
 def test_a_projection_and_its_gradients_are_nearly_those_of_the_exact_product(options, sizes):
@@ -182,7 +183,8 @@ def test_sums_of_int8_longer_than_int32_holds_are_divided():
 
 
 @pytest.mark.parametrize(
-    "options", [o for o in RULES_TRIED if o.get("granularity") != "block"], ids=str
+    "options",
+    audit_but(RULES_TRIED[:5:4], [o for o in RULES_TRIED if o.get("granularity") != "block"]),
 )
 def test_a_grouped_product_is_nearly_the_exact_one(options):
     sizes = jnp.asarray([20, 0, 37, 3], jnp.int32)
@@ -204,7 +206,7 @@ def test_a_grouped_product_is_nearly_the_exact_one(options):
     np.testing.assert_array_equal(got["w"][1], 0.0)
 
 
-@rules_tried
+@some_rules_tried
 def test_equal_groups_are_a_batch_of_products(options):
     lhs, rhs, probe = normal(0, 64, 24), normal(1, 4, 24, 16), normal(2, 64, 16)
     rule = QuantizationRule(**options)
@@ -282,6 +284,7 @@ def test_products_on_a_mesh_are_those_of_one_device(preset, axes, options):
 SMALL = [
     "model.layers=2", "model.embed=64", "model.heads=4", "model.kv_heads=2", "model.mlp=128", "model.vocab=320",
     "data.seq_len=32", "train.global_batch=16", "train.sample_tokens=0", "data.source=grammar",
+    "model.scan_layers=true",
 ]  # fmt: skip
 ALL_LAYERS = "model.quantization=[{{module: blocks/.*, {}}}]"
 
@@ -569,7 +572,7 @@ def test_training_follows_that_of_bfloat16():
         "fp8": ALL_LAYERS.format("dtype: fp8"),
     }.items():
         cfg = mt.load_config("laptop", [
-            *SMALL, "model.dtype=bfloat16", "model.scan_layers=true", "train.steps=60", "optim.warmup_steps=5",
+            *SMALL, "model.dtype=bfloat16", "train.steps=60", "optim.warmup_steps=5",
             "mesh.data=1", setting,
         ])  # fmt: skip
         mesh = make_mesh(cfg.mesh, devices=jax.devices()[:1])

@@ -31,7 +31,7 @@ SMALL = ModelConfig(vocab=97, layers=2, embed=48, heads=4, mlp=70)
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def half_step(kind, scaled):
@@ -48,14 +48,14 @@ def half_step(kind, scaled):
 
 # --- one array
 
-SHAPES = [(1, 1), (13, 7), (64, 33), (3, 37, 5)]
+ROUND_TRIPS = [*itertools.product([(1, 1), (13, 7), (64, 33), (3, 37, 5)], [None, 32, 5, 1])]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("block", audit_but([None, 5], [None, 32, 5, 1]))
-@pytest.mark.parametrize("shape", audit_but(SHAPES[1::2], SHAPES))
+@pytest.mark.parametrize("case", audit_but([((13, 7), None), ((3, 37, 5), 5)], ROUND_TRIPS))
 @pytest.mark.parametrize("axis", [-1, -2])
-def test_a_round_trip_is_within_half_a_step(kind, block, shape, axis):
+def test_a_round_trip_is_within_half_a_step(kind, case, axis):
+    shape, block = case
     w = normal(0, *shape) * 10.0 ** normal(1, *shape)  # many orders of magnitude
     stored = store(w, kind, block, axis)
     back = restore(stored, kind, shape[axis], block, axis)
@@ -80,7 +80,7 @@ def test_bits_of_a_number(kind):
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_packing_keeps_every_number(count, axis):
     shape = (3, count, 5) if axis == -2 else (3, 5, count)
-    codes = jax.random.randint(jax.random.key(count), shape, 0, 16).astype(jnp.uint8)
+    codes = jnp.asarray(np.random.default_rng(count).integers(0, 16, shape), jnp.uint8)
     packed = pack(codes, axis)
     assert packed.dtype == jnp.uint8 and packed.shape[axis] == -(-count // 2)
     np.testing.assert_array_equal(unpack(packed, count, axis), codes)
@@ -145,8 +145,12 @@ def test_a_stored_model_computes_what_its_restored_weights_compute(case):
     tokens_BT = jax.random.randint(jax.random.key(1), (2, 9), 0, cfg.vocab)
     want = nnx.jit(lambda model: model(tokens_BT))(float_twin(model))
     np.testing.assert_allclose(found, want, rtol=0, atol=2e-5 * float(jnp.max(jnp.abs(want))))
-    plain = nnx.state(Transformer(cfg.model_copy(update={"storage": ()}), rngs=nnx.Rngs(0)))
-    sizes = [sum(x.nbytes for x in jax.tree.leaves(s)) for s in (nnx.state(model), plain)]
+    wide = cfg.model_copy(update={"storage": ()})
+    plain = nnx.state(nnx.eval_shape(lambda: Transformer(wide, rngs=nnx.Rngs(0))))
+    sizes = [
+        sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(s))
+        for s in (nnx.state(model), plain)
+    ]
     assert sizes[0] < sizes[1] / 3
 
 
@@ -184,11 +188,11 @@ def test_a_weight_is_not_quantized_twice():
 
 
 @pytest.mark.parametrize("kind", audit_but(["nf4"], STORAGE_PRESETS))
-def test_eight_devices_compute_what_one_computes(kind):
+def test_four_devices_compute_what_one_computes(kind):
     cfg = ModelConfig(vocab=96, layers=2, embed=256, heads=8, mlp=512, tie_embeddings=True)
     cfg = cfg.model_copy(update={"storage": STORAGE_PRESETS[kind]})
     model, want = logits(cfg)
-    mesh, rules = make_mesh(MeshConfig(data=2, tensor=4)), RULES["tp"]
+    mesh, rules = make_mesh(MeshConfig(tensor=4), jax.devices()[:4]), RULES["tp"]
     params = jax.device_put(nnx.state(model), tree_shardings(nnx.state(model), mesh, rules))
     tokens_BT = jax.random.randint(jax.random.key(1), (2, 9), 0, cfg.vocab)
     with jax.set_mesh(mesh):

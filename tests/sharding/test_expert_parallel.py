@@ -39,7 +39,7 @@ def dispatch_and_gradient(place, x, cotangent, k):
     return sent, *pull(cotangent)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     k=st.integers(1, 3), spare=st.integers(0, 5), lost=st.integers(0, 4), seed=st.integers(0, 99)
 )
@@ -74,8 +74,9 @@ def test_steps_are_those_of_one_device(tiny, layout):
     settings = EXPERT_LAYOUTS[layout].split()
     cfg = tiny(*SMALL, *settings)
     same = [word for word in settings if word.startswith("model.ffn.")]
-    found = differences(run_steps(cfg, make_mesh(cfg.mesh), steps=2), one_device(tiny, *same))
-    for name, difference in found.items():
+    want = one_device(tiny, *same)
+    found = run_steps(cfg, make_mesh(cfg.mesh), steps=2, start=want.start)
+    for name, difference in differences(found, want).items():
         limit = 1e-6 if name == "loss" else 1e-5 if name.startswith("gradient of") else 3e-5
         assert difference < limit, name
 

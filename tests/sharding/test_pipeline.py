@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -113,14 +114,24 @@ def test_1f1b_keeps_few_microbatches_however_many_there_are(pipeline):
 
 
 @functools.cache
-def reference(tiny, tied):
-    """Loss and gradients of one device over three steps of plain gradient descent."""
-    cfg = tiny(*SMALL, f"model.tie_embeddings={tied}")
-    return descend(cfg, make_mesh(devices=jax.devices()[:1]))
+def reference(tiny, tied, layers):
+    """The parameters at the start, and loss and gradients of one device over three steps of plain gradient descent."""
+    cfg = tiny(*SMALL, f"model.tie_embeddings={tied}", f"model.layers={layers}")
+    mesh = make_mesh(devices=jax.devices()[:1])
+    start = init_state(cfg, mesh).params
+    return jax.device_get(start), descend(cfg, mesh, start)
 
 
-def descend(cfg, mesh, steps=3):
-    params, seen = init_state(cfg, mesh).params, []
+def place(start, cfg, mesh):
+    """Parameters where `cfg` has them; a circular pipeline's have another shape, in the same order."""
+    wanted, treedef = jax.tree.flatten(abstract_state(cfg, mesh).params)
+    pairs = zip(jax.tree.leaves(start), wanted, strict=True)
+    placed = [jax.device_put(np.reshape(x, w.shape), w.sharding) for x, w in pairs]
+    return jax.tree.unflatten(treedef, placed)
+
+
+def descend(cfg, mesh, params, steps=3):
+    seen = []
     gradients = jax.jit(accumulate(make_value_and_grad(cfg, mesh), cfg))
     move = jax.jit(lambda params, grads: jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads))
     with jax.set_mesh(mesh):
@@ -137,7 +148,7 @@ LAYOUTS = [
     "mesh.stage=4 pipeline.schedule=1f1b pipeline.microbatches=8",
     "mesh.stage=4 pipeline.schedule=circular",
     *(f"mesh.stage=2 mesh.fsdp=2 mesh.tensor=2 pipeline.schedule={s}" for s in ("gpipe", "1f1b", "circular")),
-    "mesh.stage=2 mesh.fsdp=2 pipeline.schedule=1f1b model.tie_embeddings=true model.scan_layers=false",
+    "mesh.stage=2 mesh.fsdp=2 pipeline.schedule=1f1b model.tie_embeddings=true model.scan_layers=false model.layers=4",
     "mesh.stage=2 mesh.data=2 pipeline.schedule=circular model.remat=full train.microbatches=2",
     "mesh.stage=2 pipeline.schedule=gpipe model.remat=dots model.tie_embeddings=true",
     "mesh.stage=2 pipeline.schedule=1f1b model.remat=full train.microbatches=4 sharding.rules=pp",
@@ -148,8 +159,9 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", audit_but(LAYOUTS[7:8], LAYOUTS))
 def test_stages_compute_what_one_device_computes(tiny, layout):
     cfg = tiny(*SMALL, *layout.split())
-    want = reference(tiny, cfg.model.tie_embeddings)
-    for (nll, grads), (want_nll, want_grads) in zip(descend(cfg, mesh_of(cfg)), want, strict=True):
+    start, want = reference(tiny, cfg.model.tie_embeddings, cfg.model.layers)
+    found = descend(cfg, mesh_of(cfg), place(start, cfg, mesh_of(cfg)))
+    for (nll, grads), (want_nll, want_grads) in zip(found, want, strict=True):
         np.testing.assert_allclose(nll, want_nll, rtol=2e-6)
         for (path, got), leaf in zip(
             jax.tree.leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True
@@ -265,7 +277,7 @@ def test_documents_in_a_row_stay_apart(tiny, schedule):
 @pytest.mark.slow
 def test_a_circular_pipeline_s_layers_are_read_as_a_stack_and_back(tiny, tmp_path):
     """Its layers are stored in the order of the network, so saved in one form they are read in the other."""
-    stages = tiny(*SMALL, "mesh.stage=2", "pipeline.schedule=circular", "pipeline.repeats=4")
+    stages = tiny(*SMALL, "mesh.stage=2", "mesh.fsdp=2", "pipeline.schedule=circular")
     four = tiny(*SMALL, "mesh.stage=4", "pipeline.schedule=gpipe")
     one = tiny(*SMALL)
     for number, (a, b) in enumerate([(stages, one), (one, stages), (stages, four)]):
@@ -285,16 +297,15 @@ def test_a_circular_pipeline_s_layers_are_read_as_a_stack_and_back(tiny, tmp_pat
 def test_layers_are_stored_where_they_are_used(tiny):
     """Stage s of S holds, of every group, the s-th part: with 2 stages and 2 groups of 8 layers 0 1 4 5 and 2 3 6 7."""
     cfg = tiny(*SMALL, "mesh.stage=2", "pipeline.schedule=circular")
-    mesh = mesh_of(cfg)
-    params = init_state(cfg, mesh).params
+    params = abstract_state(cfg, mesh_of(cfg)).params
     numbered = jax.device_put(
         np.arange(8.0).reshape(2, 4, 1), params["blocks"]["norm_ffn"]["scale"].get_value().sharding
     )
     held = [shard.data.ravel().tolist() for shard in numbered.addressable_shards]
     assert held == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    whole = sum(x.size for x in jax.tree.leaves(params["blocks"]))
-    part = sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(params["blocks"]))
-    assert whole == 2 * part
+    blocks = jax.tree.leaves(params["blocks"])
+    parts = [math.prod(x.sharding.shard_shape(x.shape)) for x in blocks]
+    assert sum(x.size for x in blocks) == 2 * sum(parts)
 
 
 @pytest.mark.parametrize(
