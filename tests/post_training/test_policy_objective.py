@@ -19,7 +19,7 @@ def config(kind, *more):
     return load_config(
         "laptop",
         [
-            *TINY, f"model.vocab={V}", f"data.seq_len={T}", f"train.global_batch={B}", "data.source=prompts",
+            *TINY, "model.layers=1", f"model.vocab={V}", f"data.seq_len={T}", f"train.global_batch={B}", "data.source=prompts",
             "data.path=a.jsonl", f"objective.kind={kind}", f"model.value_head={str(kind == 'ppo').lower()}",
             "objective.max_tokens=6", "objective.prompts=2", "objective.group=4", "objective.clip=0.01",
             "objective.clip_high=0.02", "objective.kl=0.3", "objective.entropy=0.05", "model.dtype=float32",
