@@ -220,7 +220,7 @@ TPU = pytest.param("v5e:2x4", marks=[needs_libtpu, pytest.mark.audit])
 @pytest.mark.parametrize("where", ["cpu", TPU])
 def test_no_device_holds_logits_of_the_whole_vocabulary(tiny, where):
     def program(*settings):
-        cfg = tiny(f"model.vocab={V}", "model.scan_layers=true", *HEADS, *settings)
+        cfg = tiny(f"model.vocab={V}", "model.layers=1", *HEADS, *settings)
         return compiled_text(
             cfg, make_mesh(cfg.mesh) if where == "cpu" else topology_mesh(where, cfg.mesh)
         )
@@ -235,7 +235,10 @@ def test_chunks_hold_a_part_of_the_logits(tiny, one_device):
     one, four = (
         max(
             sizes_with(
-                compiled_text(tiny(f"model.vocab={V}", f"train.loss_chunks={n}"), one_device), V
+                compiled_text(
+                    tiny(f"model.vocab={V}", f"train.loss_chunks={n}", "model.layers=1"), one_device
+                ),
+                V,
             )
         )
         for n in (1, 4)
@@ -264,7 +267,7 @@ def test_offloaded_state_waits_on_the_host_and_changes_no_bit(tiny):
 
 @needs_libtpu
 def test_offloaded_state_is_no_argument_in_a_tpus_memory(tiny):
-    cfg = tiny("optim.offload=true")
+    cfg = tiny("optim.offload=true", "model.layers=1")
     mesh = topology_mesh("v5e:2x4", cfg.mesh)
     args = abstract_state(cfg, mesh), abstract_batch(cfg, mesh)
     with jax.set_mesh(mesh):
