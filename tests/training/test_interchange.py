@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -61,8 +60,8 @@ def write_published(folder, shard_bytes=30_000):
 
 def random_params(cfg):
     shapes = nnx.state(nnx.eval_shape(lambda: Transformer(cfg, rngs=nnx.Rngs(0))), nnx.Param)
-    rng = np.random.default_rng(1)
-    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), shapes)
+    keys = iter(jax.random.split(jax.random.key(1), 100))
+    return jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), shapes)
 
 
 def assert_equal(a, b):
