@@ -1,5 +1,6 @@
 """What a chapter looks like: its number, its Predicts, and what is folded away."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -17,9 +18,14 @@ STILTED = (
 )  # fmt: skip
 
 
+@functools.cache
+def read(path):
+    return jupytext.read(path).cells
+
+
 @pytest.fixture(params=CHAPTERS, ids=lambda path: path.stem)
 def cells(request):
-    return jupytext.read(request.param).cells
+    return read(request.param)
 
 
 def predicts(cells):
@@ -111,9 +117,7 @@ def test_no_term_of_the_glossary_is_used_before_it_is_introduced():
     unmet = dict.fromkeys(term for term in terms if not EVERYDAY.fullmatch(term))
     early = {}
     for path in CHAPTERS:
-        cells = "\n\n".join(
-            c.source for c in jupytext.read(path).cells if c.cell_type == "markdown"
-        )
+        cells = "\n\n".join(c.source for c in read(path) if c.cell_type == "markdown")
         text = re.sub(r"<!-- exercise .*?<!-- end exercise .*?-->", "", cells, flags=re.DOTALL)
         links = re.findall(r"\{term\}`(?:[^`<]*<)?([^`>]+)", text)
         headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)

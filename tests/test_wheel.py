@@ -85,6 +85,15 @@ def test_it_trains_and_writes_text(installed):
     assert '"step": 5' in out
 
 
-@pytest.mark.slow
+def test_its_exercises_are_found(installed):
+    read = (
+        "from minitext.book.grading import registry; root = registry.exercises_root(); "
+        "print(root, *registry.load_exercises(root, ['04']))"
+    )
+    root, *ids = installed("-c", read).split()
+    assert root.endswith("/minitext/_exercises") and "04.rms_norm" in ids
+
+
+@pytest.mark.audit
 def test_its_grader_passes_its_own_test(installed):
     installed("-m", "minitext", "grade", "04.rms_norm", "--solutions")

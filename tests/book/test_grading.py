@@ -739,7 +739,8 @@ LIKE_OTHERS = {
     "patches_testing", "sleeps", "dies", "fills", "patches_trial", "patches_modules", "kills", "imports", "peeks",
     "hidden", "getattribute", "generator", "giant", "noise", "deaf", "converts", "names", "nests", "forever", "traces",
     "environment", "finalizer", "overflows", "ignores", "patches_import", "infinite", "broadcasts", "subclass",
-    "coroutine", "buffer", "fake_shape", "own_file", "forks_late",
+    "coroutine", "buffer", "fake_shape", "own_file", "forks_late", "properties", "patches_builtins", "double_fork",
+    "answers_first", "patches_msgpack", "relative", "aborts", "threads",
 }  # fmt: skip
 
 

@@ -1,31 +1,39 @@
 """A server's adapters are models of their own, chosen by the field `model`, as in vLLM."""
 
 import re
+import shutil
 
+import jax
+import numpy as np
 import openai
 import pytest
-from rich.console import Console
 
+from minitext.checkpoint.checkpointer import Checkpointer
 from minitext.cli.serving import _adapters, _load, _mesh
+from minitext.config.config import to_yaml
 from minitext.config.sections import MeshConfig
 from minitext.errors import UserError
 from minitext.inference.engine import EngineOptions
 from minitext.inference.generate import Sampling, generate
-from minitext.training import run
-from minitext.training.run_dir import load_merged
+from minitext.training.run_dir import load_adapters, load_merged
 from tests.inference.test_server import Running
 
 
 @pytest.fixture(scope="module")
-def runs(tiny, adapted, tmp_path_factory):
+def runs(adapted, tmp_path_factory):
     """A run, two of adapters beside it that differ, and one of adapters of another form."""
     folder = tmp_path_factory.mktemp("runs")
-    made = {"base": adapted / "base", "wide": adapted / "tuned"}
-    for name, seed in (("one", 1), ("two", 2)):
-        cfg = tiny(f"run.dir={folder}", f"run.name={name}", "model.lora.rank=3", f"train.seed={seed}",
-                   "optim.learning_rate=0.3", "train.steps=4",
-                   f"checkpoint.load_parameters={made['base']}")  # fmt: skip
-        made[name] = run.train(cfg, Console(quiet=True))
+    made = {"base": adapted / "base", "other": adapted / "tuned"}
+    cfg, trained = load_adapters(made["other"], made["base"])
+    cfg = cfg.replace({"model.lora.alpha": 4.0})
+    for seed, name in enumerate(("one", "two")):
+        made[name], rng = folder / name, np.random.default_rng(seed)
+        ignored = shutil.ignore_patterns("checkpoints")
+        shutil.copytree(made["other"], made[name], ignore=ignored)
+        (made[name] / "config.yml").write_text(to_yaml(cfg))
+        drawn = jax.tree.map(lambda x, rng=rng: rng.normal(size=x.shape).astype("f"), trained)
+        with Checkpointer(made[name] / "checkpoints") as checkpointer:
+            checkpointer.save(6, {"params": drawn}, {}, cfg.model_dump(mode="json"), wait=True)
     return made
 
 
@@ -83,7 +91,7 @@ def test_each_adapter_is_a_model(runs, tmp_path, monkeypatch):
         (["one={one}", "one={two}"], "another model is called one"),
         (["plain={base}"], "has no adapters: train some"),
         (["none={base}/none"], "is not a run directory"),
-        (["one={one}", "wide={wide}"], "adapters of one form"),
+        (["one={one}", "other={other}"], "adapters of one form"),
     ],
 )  # fmt: skip
 def test_adapters_that_cannot_be_served_are_refused(runs, given, says):

@@ -147,7 +147,7 @@ def test_other_refusals_are_raised(line_of_chips):
     def double(x):
         return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
 
-    x = abstract(line_of_chips, (4 * 8192, 8192), "fsdp")
+    x = abstract(line_of_chips, (4 * 1024, 8192), "fsdp")
     with pytest.raises(jax.errors.JaxRuntimeError, match="vmem"):
         aot.compile_step(jax.jit(double), (x,), line_of_chips)
 

@@ -96,9 +96,11 @@ def test_a_refused_option_is_one_line(tiny, capsys, monkeypatch):
     with pytest.raises(
         UserError, match=f"no option xla_tpu_scoped_vmem_limit_kb .did you mean {VMEM}"
     ):
-        compile_preset(tiny("xla.options=[xla_tpu_scoped_vmem_limit_kb=1]"), "v6e:1x1")
+        compile_preset(
+            tiny("xla.options=[xla_tpu_scoped_vmem_limit_kb=1]", "model.layers=1"), "v6e:1x1"
+        )
     with pytest.raises(UserError, match=f"{VMEM}: .*another value"):
-        compile_preset(tiny(f"xla.options=[{VMEM}=many]"), "v6e:1x1")
+        compile_preset(tiny(f"xla.options=[{VMEM}=many]", "model.layers=1"), "v6e:1x1")
     for more, said in (
         (["xla.options=[xla_tpu_none=1]"], "no option xla_tpu_none"),
         (["--save=x"], "leave out --save"),
@@ -121,7 +123,7 @@ def test_a_refused_option_is_one_line(tiny, capsys, monkeypatch):
 def test_training_names_an_option_that_is_refused(option, said, tiny, tmp_path):
     from minitext.training import run
 
-    cfg = tiny(f"xla.options=[{option}]", f"run.dir={tmp_path}", "train.steps=1")
+    cfg = tiny(f"xla.options=[{option}]", "model.layers=1", f"run.dir={tmp_path}", "train.steps=1")
     with pytest.raises(UserError, match=said):
         run.train(cfg)
 

@@ -26,7 +26,7 @@ def test_a_seed_changes_the_order_alone():
 
 @pytest.mark.parametrize("errors", [0.0, 0.25, 1.0])
 def test_a_teacher_errs_in_a_share_of_the_digits(errors):
-    records = list(taught(make_sums("train"), count=20_000, errors=errors, seed=1))
+    records = list(taught(make_sums("train"), count=5_000, errors=errors, seed=1))
     digits = [
         (right, said)
         for record in records
@@ -34,7 +34,7 @@ def test_a_teacher_errs_in_a_share_of_the_digits(errors):
     ]
     wrong = np.mean([right != said for right, said in digits])
     assert abs(wrong - errors) < 4 * np.sqrt(errors * (1 - errors) / len(digits)) + 1e-9
-    assert records == list(taught(make_sums("train"), count=20_000, errors=errors, seed=1))
+    assert records == list(taught(make_sums("train"), count=5_000, errors=errors, seed=1))
 
 
 def test_records_are_lines_of_json(tmp_path):

@@ -293,7 +293,7 @@ print("equal")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.audit  # in a job of two processes they train on the batches of one, too
 def test_two_processes_make_the_batch_of_one():
     import socket
 

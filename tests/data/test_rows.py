@@ -66,7 +66,7 @@ def batches(cfg, global_batch=4, **kwargs):
 
 
 @given(epochs=st.integers(1, 4), batch=st.integers(1, 9), seed=st.integers(0, 9))
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_epochs_have_every_row_once_and_then_end(folder, epochs, batch, seed):
     once = open_rows(one(folder, epochs=1, seed=seed), BYTES, "train").windows
     windows = open_rows(one(folder, epochs=epochs, seed=seed), BYTES, "train").windows

@@ -161,7 +161,7 @@ def test_slices_gathers_and_updates_move_what_they_touch():
     ids=lambda settings: " ".join(settings) or "laptop",
 )  # fmt: skip
 def test_a_train_step_counts_what_the_closed_formula_says(settings):
-    cfg = load_config("laptop", settings)
+    cfg = load_config("laptop", ["model.layers=2", *settings])
     m, T = cfg.model, cfg.data.seq_len
     tokens = cfg.train.global_batch * T
     blocks = 1 if m.attention.impl == "xla" else 2 if T < 512 else 4

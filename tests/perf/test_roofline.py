@@ -51,7 +51,7 @@ FEW = ("v4", "tpu7x", "a100-80", "b200")
 
 @pytest.mark.parametrize("chips", audit_but([FEW], [FEW, tuple(hardware.CHIPS)]))
 def test_every_chip_predicts_a_step_and_a_faster_one_is_faster(chips):
-    cfg = load_config("laptop", ["model.dtype=bfloat16"])
+    cfg = load_config("laptop", ["model.dtype=bfloat16", "model.layers=1"])
     seconds = {name: roofline.predict_step(cfg, name).seconds for name in chips}
     assert min(seconds.values()) > 0
     for order in (("v4", "v5p", "tpu7x"), ("a100-80", "h100", "b200")):
@@ -87,7 +87,7 @@ def test_quantized_products_take_the_chips_narrow_peak():
 
 
 def test_the_kernels_counted_are_those_of_the_chip():
-    cfg = load_config("laptop")
+    cfg = load_config("laptop", ["model.layers=1"])
     here, there = (roofline.predict_step(cfg, chip).product_flops for chip in (None, "v5e"))
     assert (
         there > here
@@ -101,10 +101,12 @@ def test_an_unknown_chip_is_one_line():
 
 def test_the_command_prints_a_table_or_json():
     run = CliRunner().invoke
-    text = run(app, ["roofline", "laptop", "chip=v5p", "--rows", "99"]).stdout
+    text = run(app, ["roofline", "laptop", "chip=v5p", "model.layers=1", "--rows", "99"]).stdout
     assert "v5p: 459 TFLOP/s in float32" in text and "dot_general" in text and "a step: " in text
     answer = json.loads(
-        run(app, ["roofline", "laptop", "chip=h100", "mesh.data=8", "--json"]).stdout
+        run(
+            app, ["roofline", "laptop", "chip=h100", "mesh.data=8", "model.layers=1", "--json"]
+        ).stdout
     )
     assert answer["devices"] == 8 and sum(answer["parts"].values()) == answer["seconds"]
     assert set(answer["rows"][0]) >= {"part", "operation", "flops", "bytes", "intensity", "limit"}
@@ -114,7 +116,9 @@ def test_the_command_prints_a_table_or_json():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_operations_are_drawn_under_the_roof(dtype, tmp_path):
     plt = pytest.importorskip("matplotlib.pyplot")
-    prediction = roofline.predict_step(load_config("laptop", [f"model.dtype={dtype}"]), "v5p")
+    prediction = roofline.predict_step(
+        load_config("laptop", [f"model.dtype={dtype}", "model.layers=1"]), "v5p"
+    )
     axes = figures.draw_roofline(prediction, dtype).axes[0]
     roof = axes.lines[0]
     assert max(roof.get_ydata()) == prediction.machine.peak(dtype) / 1e9
@@ -130,10 +134,11 @@ def test_operations_are_drawn_under_the_roof(dtype, tmp_path):
 
 def test_the_command_draws(tmp_path):
     run = CliRunner().invoke
-    run(app, ["roofline", "chip=v5e", "--rows", "0", "--plot", str(tmp_path / "a.svg")])
+    words = ["roofline", "chip=v5e", "model.layers=1"]
+    run(app, [*words, "--rows", "0", "--plot", str(tmp_path / "a.svg")])
     assert b"<svg" in (tmp_path / "a.svg").read_bytes()
     for file in (tmp_path / "a.docx", tmp_path / "no" / "a.png"):
-        error = run(app, ["roofline", "chip=v5e", "--plot", str(file)]).exception
+        error = run(app, [*words, "--plot", str(file)]).exception
         assert isinstance(error, UserError) and str(file) in str(error)
 
 

@@ -1,5 +1,7 @@
 """The whole objectives of GRPO and PPO, against float64 formulas from the model's logits, whole and in microbatches."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from minitext.config.config import load_config
 from minitext.post_training.policy_loss import token_weights
 from minitext.post_training.policy_objective import make_objective, token_share
 from minitext.sharding.mesh import make_mesh
-from minitext.training.step import init_state, make_step_fn, model_def
+from minitext.training.step import abstract_state, init_state, make_step_fn, model_def
 from tests.conftest import TINY
 
 B, T, V = 8, 8, 260
@@ -19,8 +21,9 @@ def config(kind, *more):
     return load_config(
         "laptop",
         [
-            *TINY, f"model.vocab={V}", f"data.seq_len={T}", f"train.global_batch={B}", "data.source=prompts",
-            "data.path=a.jsonl", f"objective.kind={kind}", f"model.value_head={str(kind == 'ppo').lower()}",
+            *TINY, "model.layers=1", f"model.vocab={V}", f"data.seq_len={T}", f"train.global_batch={B}",
+            "data.source=prompts", "data.path=a.jsonl", f"objective.kind={kind}",
+            f"model.value_head={str(kind == 'ppo').lower()}",
             "objective.max_tokens=6", "objective.prompts=2", "objective.group=4", "objective.clip=0.01",
             "objective.clip_high=0.02", "objective.kl=0.3", "objective.entropy=0.05", "model.dtype=float32",
             *more,
@@ -44,15 +47,19 @@ def batch_of(how):
     }  # fmt: skip
 
 
-def by_formula(cfg, state, batch, how):
+def by_formula(cfg, params, batch, how):
     """The loss and the means, from the model's logits in float64, token by token."""
-    model = nnx.merge(model_def(cfg), state.params)
-    x = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])[0]
-    logits = np.asarray(model.logits(x), np.float64)
+    ppo, rl = cfg.objective.kind == "ppo", cfg.objective
+
+    @jax.jit
+    def forward(params):
+        model = nnx.merge(model_def(cfg), params)
+        x = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])[0]
+        return model.logits(x), model.values(x) if ppo else None
+
+    logits, values = (None if x is None else np.array(x, np.float64) for x in forward(params))
     logits -= logits.max(-1, keepdims=True)
     logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    ppo, rl = cfg.objective.kind == "ppo", cfg.objective
-    values = np.asarray(model.values(x), np.float64) if ppo else None
     total, sums = 0.0, {"kl": [], "entropy": [], "clip_share": [], "ratio": [], "value_loss": []}
     for b, t in zip(*np.nonzero(batch["loss_mask"]), strict=True):
         new, A = logp[b, t, batch["targets"][b, t]], float(batch["advantages"][b, t])
@@ -106,12 +113,12 @@ def test_objectives_are_their_formulas(kind, how, mesh):
     moved = lambda params: jax.tree.map(lambda x: x + 0.01, params)  # noqa: E731  # of a value head, too
     with jax.set_mesh(alone):
         state = init_state(cfg, alone)
-        params = moved(state.params)
-        want = by_formula(cfg, type(state)(state.step, params, None), batch, how)
+        state = dataclasses.replace(state, params=moved(state.params))
+        want = by_formula(cfg, state.params, batch, how)
     there = make_mesh(cfg.mesh, devices=jax.devices()[: 4 if mesh else 1])
     with jax.set_mesh(there):
-        state = init_state(cfg, there)
-        state = type(state)(state.step, moved(state.params), state.opt_state)
+        shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, there))
+        state = jax.device_put(state, shardings)
         step = jax.jit(make_step_fn(cfg, there, make_objective(cfg)))
         placed = jax.device_put(
             batch, jax.sharding.NamedSharding(there, jax.P(("data", "fsdp", "expert")))

@@ -16,6 +16,7 @@ from minitext.training import run, run_dir
 from minitext.training.step import make_loss_fn
 from tests.conftest import use_cache
 from tests.models import tiny_models
+from tests.training.test_quantize_run import write_run
 
 SMALL = [
     "model.layers=1", "model.embed=16", "model.heads=2", "model.mlp=16", "data.seq_len=96", "train.global_batch=8",
@@ -30,10 +31,10 @@ def cache_path(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A tiny run of pretraining."""
-    folder = tmp_path_factory.mktemp("runs")
-    words = [*SMALL, f"run.dir={folder}", "run.name=base", "data.source=grammar", "train.steps=1"]
-    return run.train(load_config(None, words))
+    """A tiny run to begin with."""
+    folder = tmp_path_factory.mktemp("runs") / "base"
+    write_run(folder, *SMALL)
+    return folder
 
 
 def write(path, count=40):

@@ -18,6 +18,7 @@ from minitext.training import run
 from minitext.training.run_dir import load_run
 from tests.conftest import TINY
 from tests.distributed.test_job import finish, start, wait_for
+from tests.training.test_quantize_run import write_run
 
 TEMPLATE = """{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}
 {%- endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"""
@@ -29,6 +30,9 @@ TIMING = {
 }  # fmt: skip
 
 
+SMALL = [*TINY, "model.layers=1"]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with prompts, a template, a reward, and a run to begin with."""
@@ -36,13 +40,13 @@ def folder(tmp_path_factory):
     write_records(folder / "sums.jsonl", make_sums("train")[:64])
     (folder / "plain.jinja").write_text(TEMPLATE)
     (folder / "mine.py").write_text(REWARD)
-    run.train(load_config("laptop", [*TINY, "train.steps=1", f"run.dir={folder}", "run.name=base"]))
+    write_run(folder / "base", *SMALL, preset="laptop")
     return folder
 
 
 def words(folder, name, kind="grpo", *more):
     return [
-        *TINY, f"run.dir={folder}", f"run.name={name}", f"checkpoint.load_parameters={folder}/base",
+        *SMALL, f"run.dir={folder}", f"run.name={name}", f"checkpoint.load_parameters={folder}/base",
         "data.source=prompts", f"data.path={folder}/sums.jsonl", f"data.chat_template={folder}/plain.jinja",
         "data.seq_len=16", f"objective.kind={kind}", f"model.value_head={str(kind == 'ppo').lower()}",
         "objective.max_tokens=6", "objective.prompts=8", "objective.group=4",

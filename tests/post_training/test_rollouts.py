@@ -44,6 +44,8 @@ def make(tmp_path_factory):
         task.check(cfg, mesh)
         tokenizer = ByteTokenizer()
         rollouts = task.batches(cfg, mesh, tokenizer, open_template(cfg.data, tokenizer), "train")
+        sampler = rollouts.sampler
+        sampler.options = dataclasses.replace(sampler.options, row_sizes=(16,))  # one program
         made.append(rollouts)
         return cfg, mesh, init_state(cfg, mesh), rollouts
 

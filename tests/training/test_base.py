@@ -122,7 +122,7 @@ def test_another_base_is_refused(runs, tiny, tmp_path):
         run_dir.load_run(_at(tmp_path / "tuned", cfg))
     theirs = run_dir.read_config(runs[0] / "base")
     run.train(
-        theirs.replace({"run.dir": str(tmp_path), "train.seed": 7, "train.save_every": 2}), QUIET
+        theirs.replace({"run.dir": str(tmp_path), "data.seed": 7, "train.save_every": 2}), QUIET
     )
     for call in (lambda: run.train(cfg, QUIET), lambda: run_dir.load_run(tmp_path / "tuned")):
         with pytest.raises(UserError, match="another step 3 than") as error:

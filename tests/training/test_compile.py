@@ -16,7 +16,7 @@ from minitext.training import compile as executable
 from minitext.training.step import init_state
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
-SETTINGS = ["mesh.data=2", "mesh.fsdp=4", "data.seq_len=16", "train.steps=3"]
+SETTINGS = ["mesh.data=2", "mesh.fsdp=4", "data.seq_len=16", "train.steps=3", "model.layers=1"]
 
 
 def run(*words):

@@ -65,9 +65,14 @@ def described(case: str):
 
 def drawn(model):
     """Random parameters, norms near one."""
-    params = nnx.state(Transformer(model, rngs=nnx.Rngs(0)), nnx.Param)
-    keys = iter(jax.random.split(jax.random.key(1), 200))
-    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), params)
+    shapes = nnx.state(nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0))), nnx.Param)
+    rng = np.random.default_rng(1)
+
+    def draw(path, x):
+        is_norm = "norm" in jax.tree_util.keystr(path) and not model.norm_offset
+        return jnp.asarray(is_norm + 0.1 * rng.normal(size=x.shape), x.dtype)
+
+    return jax.tree.map_with_path(draw, shapes)
 
 
 def theirs(case: str, scanned: bool) -> dict[str, np.ndarray]:

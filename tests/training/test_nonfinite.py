@@ -104,7 +104,8 @@ def test_parameters_that_are_no_numbers_are_not_saved(tiny, tmp_path):
 
 @pytest.mark.parametrize("kind", ["adamw", pytest.param("muon", marks=pytest.mark.audit)])
 def test_a_skipped_step_changes_no_bit_but_counts(tiny, kind):
-    cfg = tiny("train.on_nan=skip", f"optim.kind={kind}", "mesh.fsdp=4", "mesh.data=2")
+    words = "train.on_nan=skip", f"optim.kind={kind}", "mesh.fsdp=4", "mesh.data=2"
+    cfg = tiny(*words, "model.layers=1")
     mesh = make_mesh(cfg.mesh)
     batches = make_batches(cfg.data, mesh, vocab=cfg.model.vocab, global_batch=8)
     with jax.set_mesh(mesh):

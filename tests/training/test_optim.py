@@ -30,7 +30,7 @@ from minitext.training.optim import (
     muon_labels,
     orthogonalize,
 )
-from minitext.training.step import init_state, make_train_step, optimizer_memory
+from minitext.training.step import abstract_state, init_state, make_train_step, optimizer_memory
 from tests.conftest import audit_but
 
 
@@ -153,12 +153,12 @@ def test_muon_leaves_scales_and_vocabulary_to_adam():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", audit_but(["adamw", "muon"], DIRECTIONS))
+@pytest.mark.parametrize("kind", DIRECTIONS)
 def test_the_state_s_bytes_are_predicted_exactly(kind, tiny, one_device):
     cfg = tiny(f"optim.kind={kind}")
-    state = init_state(cfg, one_device)
+    leaves = jax.tree.leaves(abstract_state(cfg, one_device).opt_state)
     memory = optimizer_memory(cfg)[kind]
-    assert memory["state"] == sum(x.nbytes for x in jax.tree.leaves(state.opt_state))
+    assert memory["state"] == sum(x.size * x.dtype.itemsize for x in leaves)
     assert memory["parameters"] == memory["gradients"] == 4 * count_params(cfg.model)
     copies = {"adamw": 2, "sgd": 1, "lion": 1}.get(kind)
     if copies:  # and a few counters
@@ -170,7 +170,12 @@ def test_the_state_s_bytes_are_predicted_exactly(kind, tiny, one_device):
 @pytest.mark.parametrize("kind", audit_but(["muon"], DIRECTIONS))
 def test_every_optimizer_learns_and_gives_one_device_s_parameters_on_a_mesh(kind, tiny):
     rate = {"sgd": 0.5, "lion": 2e-3}.get(kind, 3e-3)
-    cfg = tiny(f"optim.kind={kind}", f"optim.learning_rate={rate}", "optim.warmup_steps=1")
+    cfg = tiny(
+        f"optim.kind={kind}",
+        f"optim.learning_rate={rate}",
+        "optim.warmup_steps=1",
+        "model.layers=1",
+    )
     found = []
     for mesh in (make_mesh(devices=jax.devices()[:1]), make_mesh(MeshConfig(data=2, fsdp=4))):
         state, step = init_state(cfg, mesh), make_train_step(cfg, mesh)

@@ -1,6 +1,7 @@
 """Adapters mean the same here as in peft: logits, gradients, and the files in both directions."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -131,6 +132,14 @@ def test_a_run_goes_out_and_comes_in_bit_equal(adapted, tmp_path):
     run.train(on, Console(quiet=True))
 
 
+@pytest.fixture(scope="module")
+def exported(adapted, tmp_path_factory):
+    """Adapters as peft keeps them; a test that changes them works on a copy."""
+    folder = tmp_path_factory.mktemp("exported") / "out"
+    peft.export_peft(adapted / "tuned", folder)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -142,8 +151,8 @@ def test_a_run_goes_out_and_comes_in_bit_equal(adapted, tmp_path):
         ({"r": 3}, "shape"),
     ],
 )  # fmt: skip
-def test_adapters_that_are_not_understood_are_refused(adapted, tmp_path, change, says):
-    peft.export_peft(adapted / "tuned", tmp_path / "out")
+def test_adapters_that_are_not_understood_are_refused(adapted, exported, tmp_path, change, says):
+    shutil.copytree(exported, tmp_path / "out")
     values = json.loads((tmp_path / "out" / peft.SETTINGS).read_text())
     (tmp_path / "out" / peft.SETTINGS).write_text(json.dumps(values | change))
     with pytest.raises(UserError, match=says) as error:

@@ -26,9 +26,9 @@ SETTINGS = ["model.layers=2", "model.embed=32", "model.heads=4", "model.mlp=48",
             "train.global_batch=8", "data.source=grammar", "train.eval_batches=1"]  # fmt: skip
 
 
-def write_run(folder, *settings, damage=lambda params: params):
+def write_run(folder, *settings, preset=None, damage=lambda params: params):
     """A run directory of random weights."""
-    cfg = load_config(None, [*SETTINGS, *settings])
+    cfg = load_config(preset, [*SETTINGS, *settings])
     params = damage(nnx.state(Transformer(cfg.model, rngs=nnx.Rngs(0)), nnx.Param))
     folder.mkdir(parents=True)
     (folder / "config.yml").write_text(to_yaml(cfg))

@@ -23,7 +23,7 @@ from minitext.training.step import init_state
 def trained(tiny, tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs")
     cfg = tiny("model.layers=1", "train.steps=2", "train.eval_batches=1", f"run.dir={directory}", "run.name=a",
-               "mesh.data=1", "mesh.fsdp=8")  # fmt: skip
+               "mesh.data=1", "mesh.fsdp=8", "optim.schedule=constant")  # fmt: skip
     return run.train(cfg, Console(quiet=True)), cfg
 
 
@@ -176,7 +176,7 @@ def test_a_new_run_begins_with_another_s_parameters(trained, tmp_path):
 def test_a_new_run_goes_on_from_another_s_full_state(trained, tmp_path):
     directory, cfg = trained
     steps = cfg.train.steps
-    more = {"train.steps": steps + 2, "optim.schedule": "constant"}
+    more = {"train.steps": steps + 2}
     on = cfg.replace(more | {
         "run.dir": str(tmp_path), "run.name": "on", "checkpoint.load_full_state": str(directory),
     })  # fmt: skip

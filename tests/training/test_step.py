@@ -149,11 +149,11 @@ def test_a_mesh_the_model_cannot_use_is_refused(tiny, overrides, named):
 
 @functools.cache
 def whole_loss(tiny, z_loss, tied):
-    cfg = tiny(f"train.z_loss={z_loss}", f"model.tie_embeddings={tied}", *HEADS)
+    cfg = tiny(f"train.z_loss={z_loss}", f"model.tie_embeddings={tied}", *ONE_LAYER)
     return loss_and_gradients(cfg, make_mesh(devices=jax.devices()[:1]))
 
 
-HEADS = ("model.heads=8", "model.kv_heads=4")
+ONE_LAYER = ("model.heads=8", "model.kv_heads=4", "model.layers=1")
 CHUNKED = [
     ("mesh.data=1",),
     ("train.z_loss=0.1", "mesh.fsdp=4", "mesh.tensor=2"),
@@ -165,7 +165,7 @@ CHUNKED = [
 @pytest.mark.audit
 @pytest.mark.parametrize("layout", CHUNKED)
 def test_a_loss_in_chunks_is_the_loss(tiny, layout):
-    cfg = tiny("train.loss_chunks=4", *HEADS, *layout)
+    cfg = tiny("train.loss_chunks=4", *ONE_LAYER, *layout)
     mesh = make_mesh(cfg.mesh, devices=jax.devices()[: 1 if layout == CHUNKED[0] else 8])
     loss, grads = loss_and_gradients(cfg, mesh)
     want_loss, want = whole_loss(tiny, cfg.train.z_loss, cfg.model.tie_embeddings)
@@ -188,7 +188,7 @@ def test_a_loss_in_chunks_is_the_loss(tiny, layout):
 )
 def test_a_fused_loss_is_the_loss(tiny, as_on_a_tpu, settings):
     """No logits are stored: all that the output layer makes is what the kernel returns."""
-    cfg = tiny("train.loss_impl=auto", "model.attention.impl=xla", *HEADS, *settings)
+    cfg = tiny("train.loss_impl=auto", "model.attention.impl=xla", *ONE_LAYER, *settings)
     mesh = make_mesh(cfg.mesh, devices=jax.devices()[: math.prod(cfg.mesh.sizes().values())])
     with strict() as runs:
         loss, grads = loss_and_gradients(cfg, mesh)
@@ -220,7 +220,7 @@ TPU = pytest.param("v5e:2x4", marks=[needs_libtpu, pytest.mark.audit])
 @pytest.mark.parametrize("where", ["cpu", TPU])
 def test_no_device_holds_logits_of_the_whole_vocabulary(tiny, where):
     def program(*settings):
-        cfg = tiny(f"model.vocab={V}", "model.scan_layers=true", *HEADS, *settings)
+        cfg = tiny(f"model.vocab={V}", *ONE_LAYER, *settings)
         return compiled_text(
             cfg, make_mesh(cfg.mesh) if where == "cpu" else topology_mesh(where, cfg.mesh)
         )
@@ -235,7 +235,10 @@ def test_chunks_hold_a_part_of_the_logits(tiny, one_device):
     one, four = (
         max(
             sizes_with(
-                compiled_text(tiny(f"model.vocab={V}", f"train.loss_chunks={n}"), one_device), V
+                compiled_text(
+                    tiny(f"model.vocab={V}", f"train.loss_chunks={n}", "model.layers=1"), one_device
+                ),
+                V,
             )
         )
         for n in (1, 4)
@@ -264,7 +267,7 @@ def test_offloaded_state_waits_on_the_host_and_changes_no_bit(tiny):
 
 @needs_libtpu
 def test_offloaded_state_is_no_argument_in_a_tpus_memory(tiny):
-    cfg = tiny("optim.offload=true")
+    cfg = tiny("optim.offload=true", "model.layers=1")
     mesh = topology_mesh("v5e:2x4", cfg.mesh)
     args = abstract_state(cfg, mesh), abstract_batch(cfg, mesh)
     with jax.set_mesh(mesh):

@@ -29,6 +29,7 @@ def test_validation_goes_into_the_line_and_is_printed(tiny, tmp_path):
         f"run.dir={tmp_path}",
         "run.name=a",
         "train.steps=2",
+        "model.layers=1",
         "train.eval_every=1",
         "train.eval_batches=1",
     )
