@@ -124,6 +124,7 @@ class Sizes:
       layers: layers on a device.
       name: where a kind of layer is in the parameters, such as `prefix`; "" if all are alike.
       tpu: whether the TPU compiler builds the program.
+      slice_devices: devices of one slice.
       fsdp: devices that each store a part of a weight and gather it for use.
       optimizer: devices that split the optimizer state of weights they all hold (ZeRO-1, ZeRO-2); 1 without ZeRO.
       scatters: whether gradients are split the same way after each microbatch (ZeRO-2).
@@ -164,6 +165,7 @@ class Sizes:
             return Ways(rules.ways(name, mesh), math.prod(factors))
 
         self.cfg, self.model, self.name, self.tpu = cfg, model, "", platform == "tpu"
+        self.slice_devices = mesh.size // math.prod(across.values())
         self.fsdp, self.batch, self.context = ways("embed"), ways("batch"), ways("seq")
         self.optimizer = ways("embed", rules.of_optimizer) if rules.optimizer else 1
         self.scatters = rules.scatter
