@@ -216,10 +216,9 @@ def _gathers(s: Sizes, target: Target | None, term: Term) -> Iterator[Term]:
     dimensions, with all for chips in three. Found by compiling for v5e, v5p and v6e.
     """
     summed = ()
-    wraps = target is None or all(target.wrap()[: len(target.shape)])
-    if term.kind == "all-gather" and not wraps and _is_large_slice(s, term.group):
-        flat = target.chip.links == 4
-        summed = tuple(n for n in term.arrays if n <= SUMMED_BYTES or not flat)
+    if target is not None and term.kind == "all-gather" and _is_large_slice(s, term.group):
+        flat, torus = target.chip.links == 4, all(target.wrap()[: len(target.shape)])
+        summed = tuple(n for n in term.arrays if not torus and (n <= SUMMED_BYTES or not flat))
     rest = tuple(n for n in term.arrays if n not in summed)
     yield term._replace(arrays=rest)
     yield term._replace(kind="all-reduce", arrays=summed)
