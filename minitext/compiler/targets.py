@@ -75,6 +75,16 @@ class Target:
         """JAX devices in all slices together."""
         return math.prod(self.shape) * self.slices * self.chip.devices
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether its chips form two dimensions."""
+        return self.chip.links == 4
+
+    @property
+    def is_torus(self) -> bool:
+        """Whether a slice wraps around in all its dimensions."""
+        return all(self.wrap()[: len(self.shape)])
+
     def wrap(self) -> list[bool]:
         """Returns which dimensions of a TPU slice wrap around.
 

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from minitext.compiler.hlo import ring_bytes
 from minitext.compiler.report import DCN
-from minitext.compiler.targets import Target, target_of
+from minitext.compiler.targets import Target
 from minitext.config.config import Config
 from minitext.models.flops import count_attention
 from minitext.models.moe import capacity
@@ -113,8 +113,7 @@ def predict(
       UserError: if products are quantized.
     """
     check(cfg)
-    s = Sizes(cfg, mesh, backend)
-    network = target or target_of(mesh)
+    s = Sizes(cfg, mesh, backend, target)
     terms = []
     for part, outside in PARTS:
         for kind in s.kinds:
@@ -123,7 +122,7 @@ def predict(
         terms += outside(s)
     if s.tpu:
         terms = [part for term in terms for part in term.by_network()]
-        terms = [part for term in terms for part in _gathers(s, network, term)]
+        terms = [part for term in terms for part in _gathers(s, term)]
     return [t for t in terms if t.group > 1 and t.count]
 
 
@@ -187,7 +186,7 @@ def _notes(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> Iterator[str
     ways = max(s.fsdp, s.optimizer)
     widths = {cfg.model.embed, *(width for kind in s.kinds for width in kind.latents)}
     rows = [width // ways for width in sorted(widths) if width // ways % TILE_ROWS]
-    if s.tpu and ways > 1 and rows and not _is_large_slice(s, ways):
+    if s.tpu and ways > 1 and rows and not _sums_whole(s, ways):
         yield (
             f"weights in {ways} parts of {' and '.join(map(str, rows))} rows, no whole tiles of {TILE_ROWS}: the TPU "
             "compiler sums some whole, pads others to whole tiles, and sends their rows on by collective-permutes"
@@ -197,10 +196,18 @@ def _notes(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> Iterator[str
 def _sum_kind(s: Sizes, group: int) -> str:
     """Returns the collective that sums an array if each device of a group keeps one part.
 
-    Only the TPU compiler emits a reduce-scatter, and not over all of a slice with 64 devices or more: found by
-    compiling for v5e, v5p and v6e.
+    Only the TPU compiler emits a reduce-scatter, and not everywhere: see `_sums_whole`.
     """
-    return "reduce-scatter" if s.tpu and not _is_large_slice(s, group) else "all-reduce"
+    return "reduce-scatter" if s.tpu and not _sums_whole(s, group) else "all-reduce"
+
+
+def _sums_whole(s: Sizes, group: int) -> bool:
+    """Whether the TPU compiler has no reduce-scatter for a group, and no need of parts that are whole tiles.
+
+    It has none over all of a slice of 64 devices or more, unless its chips form three dimensions without being a torus:
+    found by compiling for v5e, v5p and v6e.
+    """
+    return _is_large_slice(s, group) and (s.target is None or s.target.is_flat or s.target.is_torus)
 
 
 def _is_large_slice(s: Sizes, group: int) -> bool:
@@ -209,16 +216,16 @@ def _is_large_slice(s: Sizes, group: int) -> bool:
     return within >= MANY and within == s.slice_devices
 
 
-def _gathers(s: Sizes, target: Target | None, term: Term) -> Iterator[Term]:
+def _gathers(s: Sizes, term: Term) -> Iterator[Term]:
     """Yields a term with those of its arrays that the TPU compiler gathers by adding up parts padded with zeros.
 
-    Over all of a large slice it does so if the slice isn't a ring or a torus: with up to 16 MiB for chips in two
-    dimensions, with all for chips in three. Found by compiling for v5e, v5p and v6e.
+    Over all of a large slice it does so if the slice isn't a torus: with up to 16 MiB for chips in two dimensions, with
+    all for chips in three. Found by compiling for v5e, v5p and v6e.
     """
-    summed = ()
+    summed, target = (), s.target
     if target is not None and term.kind == "all-gather" and _is_large_slice(s, term.group):
-        flat, torus = target.chip.links == 4, all(target.wrap()[: len(target.shape)])
-        summed = tuple(n for n in term.arrays if not torus and (n <= SUMMED_BYTES or not flat))
+        most = SUMMED_BYTES if target.is_flat else math.inf
+        summed = tuple(n for n in term.arrays if n <= most and not target.is_torus)
     rest = tuple(n for n in term.arrays if n not in summed)
     yield term._replace(arrays=rest)
     yield term._replace(kind="all-reduce", arrays=summed)
