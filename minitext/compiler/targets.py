@@ -15,12 +15,12 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from minitext.config.config import Config
 from minitext.config.sections import MeshConfig
 from minitext.errors import UserError, did_you_mean
-from minitext.hardware import CHIPS, Chip
+from minitext.hardware import CHIPS, Chip, find_chip
 from minitext.sharding.mesh import BATCH_AXES, make_mesh, resolve_axes
 
 EXAMPLES = "target=v5e:2x2, target=v5p:4x4x4, target=v5e:16x16 slices=2 or target=h100:2x8"
@@ -74,6 +74,16 @@ class Target:
     def devices(self) -> int:
         """JAX devices in all slices together."""
         return math.prod(self.shape) * self.slices * self.chip.devices
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether its chips form two dimensions."""
+        return self.chip.links == 4
+
+    @property
+    def is_torus(self) -> bool:
+        """Whether a slice wraps around in all its dimensions."""
+        return all(self.wrap()[: len(self.shape)])
 
     def wrap(self) -> list[bool]:
         """Returns which dimensions of a TPU slice wrap around.
@@ -131,6 +141,20 @@ def parse_target(text: str) -> Target:
             f"{name}:1x2x8 or {name}:2x8"
         )
     return target
+
+
+def target_of(mesh: Mesh | AbstractMesh) -> Target | None:
+    """Returns the TPUs of a mesh by their coordinates, or None for other devices and for an abstract mesh.
+
+    A mesh of only some devices of a slice counts as the smallest slice from its first corner on.
+    """
+    devices = list(mesh.devices.flat) if isinstance(mesh, Mesh) else []
+    chip = find_chip(devices[0]) if devices else None
+    if chip is None or chip.platform != "tpu":
+        return None
+    ends = (max(at) + 1 for at in zip(*(device.coords for device in devices), strict=True))
+    shape = tuple(ends)[: chip.links // 2]
+    return Target(chip, shape, len({getattr(device, "slice_index", 0) for device in devices}))
 
 
 def is_free(cfg: Config, key: str) -> bool:

@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from minitext.compiler.hlo import ring_bytes
 from minitext.compiler.report import DCN
+from minitext.compiler.targets import Target
 from minitext.config.config import Config
 from minitext.models.flops import count_attention
 from minitext.models.moe import capacity
@@ -30,6 +31,8 @@ from minitext.terminal import show_bytes
 LANES = 128  # elements in a row of a TPU's vector register
 TILE_ROWS = 16  # rows in a bfloat16 tile of a TPU's memory
 CHECKED = "TPU v5 lite", "TPU v6 lite"  # chips whose programs these formulas were checked against
+MANY = 64  # devices of a slice that the TPU compiler sums and gathers over in ways of their own
+SUMMED_BYTES = 2**24  # what it sums instead of gathering over so many chips in two dimensions
 
 
 class Term(NamedTuple):
@@ -86,7 +89,9 @@ def check(cfg: Config) -> None:
     check_products(cfg.model, "what devices send")
 
 
-def predict(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[Term]:
+def predict(
+    cfg: Config, mesh: Mesh | AbstractMesh, backend: str, target: Target | None = None
+) -> list[Term]:
     """Predicts what one train step sends, term by term.
 
     The formula depends on the compiler. The TPU compiler emits a reduce-scatter where each device keeps only a part of
@@ -99,6 +104,7 @@ def predict(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[Term]:
       cfg: the configuration; its layers are assumed to be scanned. `mesh.dcn` says what crosses slices.
       mesh: the mesh.
       backend: `cpu` or `tpu`.
+      target: the chips of an abstract mesh, whose network is otherwise taken to wrap around in all dimensions.
 
     Returns:
       The terms that are not empty. `notes` says where they may be wrong.
@@ -107,7 +113,7 @@ def predict(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[Term]:
       UserError: if products are quantized.
     """
     check(cfg)
-    s = Sizes(cfg, mesh, backend)
+    s = Sizes(cfg, mesh, backend, target)
     terms = []
     for part, outside in PARTS:
         for kind in s.kinds:
@@ -116,6 +122,7 @@ def predict(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[Term]:
         terms += outside(s)
     if s.tpu:
         terms = [part for term in terms for part in term.by_network()]
+        terms = [part for term in terms for part in _gathers(s, term)]
     return [t for t in terms if t.group > 1 and t.count]
 
 
@@ -174,14 +181,12 @@ def _notes(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> Iterator[str
             "model.ffn.kind=moe: a ragged all-to-all sends what the router chose; an even share for each expert is "
             "counted"
         )
-    if s.fsdp >= 64 and chip == CHECKED[0]:
-        yield f"mesh.fsdp={s.fsdp}: in groups this large the v5e compiler sums some of what it should gather"
     if cfg.train.loss_impl != "xla":
         yield f"train.loss_impl={cfg.train.loss_impl}: this is the formula for xla"
     ways = max(s.fsdp, s.optimizer)
     widths = {cfg.model.embed, *(width for kind in s.kinds for width in kind.latents)}
     rows = [width // ways for width in sorted(widths) if width // ways % TILE_ROWS]
-    if s.tpu and ways > 1 and rows:
+    if s.tpu and ways > 1 and rows and not _sums_whole(s, ways):
         yield (
             f"weights in {ways} parts of {' and '.join(map(str, rows))} rows, no whole tiles of {TILE_ROWS}: the TPU "
             "compiler sums some whole, pads others to whole tiles, and sends their rows on by collective-permutes"
@@ -191,10 +196,39 @@ def _notes(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> Iterator[str
 def _sum_kind(s: Sizes, group: int) -> str:
     """Returns the collective that sums an array if each device of a group keeps one part.
 
-    Only the TPU compiler emits a reduce-scatter, and not in groups of 64 or more within a slice: found by compiling for
-    v5p and v5e.
+    Only the TPU compiler emits a reduce-scatter, and not everywhere: see `_sums_whole`.
     """
-    return "reduce-scatter" if s.tpu and group // slices_of(group) < 64 else "all-reduce"
+    return "reduce-scatter" if s.tpu and not _sums_whole(s, group) else "all-reduce"
+
+
+def _sums_whole(s: Sizes, group: int) -> bool:
+    """Whether the TPU compiler has no reduce-scatter for a group, and no need of parts that are whole tiles.
+
+    It has none over all of a slice of 64 devices or more, unless its chips form three dimensions without being a torus:
+    found by compiling for v5e, v5p and v6e.
+    """
+    return _is_large_slice(s, group) and (s.target is None or s.target.is_flat or s.target.is_torus)
+
+
+def _is_large_slice(s: Sizes, group: int) -> bool:
+    """Whether a group is all of a slice with 64 devices or more, and maybe as much of other slices."""
+    within = group // slices_of(group)
+    return within >= MANY and within == s.slice_devices
+
+
+def _gathers(s: Sizes, term: Term) -> Iterator[Term]:
+    """Yields a term with those of its arrays that the TPU compiler gathers by adding up parts padded with zeros.
+
+    Over all of a large slice it does so if the slice isn't a torus: with up to 16 MiB for chips in two dimensions, with
+    all for chips in three. Found by compiling for v5e, v5p and v6e.
+    """
+    summed, target = (), s.target
+    if target is not None and term.kind == "all-gather" and _is_large_slice(s, term.group):
+        most = SUMMED_BYTES if target.is_flat else math.inf
+        summed = tuple(n for n in term.arrays if n <= most and not target.is_torus)
+    rest = tuple(n for n in term.arrays if n not in summed)
+    yield term._replace(arrays=rest)
+    yield term._replace(kind="all-reduce", arrays=summed)
 
 
 def _scaled(numbers: tuple[int, ...], size: int) -> tuple[int, ...]:

@@ -6,9 +6,9 @@ sides and their differences. `minitext comms` does this for a preset.
 Chapters: 11, 12, 13.
 """
 
+import dataclasses
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from minitext.compiler import hlo
 from minitext.compiler.aot import dump_to, no_cache, read_dump
+from minitext.compiler.buffers import OutOfMemory, parse_out_of_memory
 from minitext.compiler.targets import topology_mesh
 from minitext.config.config import Config
 from minitext.distributed.devices import quick_compile
@@ -34,7 +35,7 @@ class Row(NamedTuple):
     moved: float
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Audit:
     """What a step should send by prediction, and what its program sends.
 
@@ -45,6 +46,7 @@ class Audit:
       small: number and bytes of the program's scalars and integers, which `compiled` leaves out.
       notes: settings that the prediction does not cover.
       across: which axes cross slices, and what is sent there; empty with one slice.
+      too_large: what the program needs and the chip has, if it doesn't fit; "" if it does.
     """
 
     backend: str
@@ -53,6 +55,7 @@ class Audit:
     small: tuple[int, int]
     notes: list[str]
     across: list[str]
+    too_large: str = ""
 
     def differences(self) -> dict[tuple[str, int, int], tuple[int, int]]:
         """Returns (kind, group, bytes of an array) -> arrays (predicted, compiled), where those differ."""
@@ -73,6 +76,7 @@ class Audit:
             "compiled": [row._asdict() for row in by_kind(self.compiled)],
             "notes": self.notes,
             "across": self.across,
+            "too_large": self.too_large,
             "small": {"count": self.small[0], "bytes": self.small[1]},
             "differences": [
                 {"kind": kind, "group": group, "bytes": size, "predicted": want, "compiled": got}
@@ -90,6 +94,8 @@ def audit_preset(cfg: Config, target: str | None = None) -> Audit:
 def audit(cfg: Config, mesh: Mesh) -> Audit:
     """Compiles the train step for the devices of a mesh and compares what it sends with the prediction.
 
+    A program that doesn't fit is compared too: a TPU's compiler refuses it after it has decided what is sent.
+
     Args:
       cfg: the configuration; its layers are always scanned.
       mesh: of simulated CPU devices, or of ahead-of-time TPUs (`minitext.compiler.targets.topology_mesh`).
@@ -100,9 +106,24 @@ def audit(cfg: Config, mesh: Mesh) -> Audit:
     step = make_train_step(cfg, mesh)
     args = (abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
     with jax.set_mesh(mesh), no_cache(), tempfile.TemporaryDirectory(prefix="minitext-") as folder:
-        step.lower(*args).compile(quick_compile(backend) | dump_to(folder))
+        refusal = _refusal(step.lower(*args), quick_compile(backend) | dump_to(folder))
         text = read_dump(folder)[1]
-    return read(text, cfg, mesh, backend)
+    found = read(text, cfg, mesh, backend)
+    if refusal is None:
+        return found
+    used, available = show_bytes(refusal.used), show_bytes(refusal.available)
+    return dataclasses.replace(found, too_large=f"the step needs {used} and there are {available}")
+
+
+def _refusal(lowered: jax.stages.Lowered, options: dict[str, Any]) -> OutOfMemory | None:
+    """Compiles a program; returns what it needs if it doesn't fit, else None."""
+    try:
+        lowered.compile(options)
+    except jax.errors.JaxRuntimeError as error:
+        if (refusal := parse_out_of_memory(str(error))) is None:
+            raise
+        return refusal
+    return None
 
 
 def read(text: str, cfg: Config, mesh: Mesh, backend: str) -> Audit:
@@ -164,7 +185,9 @@ def print_audit(found: Audit) -> None:
         for (kind, group, size), (want, got) in found.differences().items()
     ]
     count, size = found.small
+    too_large = [f"{found.too_large}: what it would send"] if found.too_large else []
     print_tables(
+        *too_large,
         *found.across,
         table(heads, lines or [("nothing",)], right=(2, 3, 4, 5)),
         table(("kind", *both), sums or [("none",)], right=(1, 2, 3, 4, 5, 6)),

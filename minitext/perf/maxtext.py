@@ -208,7 +208,7 @@ def answer(found: Translation, target: Target, compiled: bool = False) -> Answer
     work, used = plan.Work(cfg, target), _memory(plain, target)
     times = plan.predict(plain, target, work)
     plain = with_slices(plain, plain.mesh.sizes(), target.slices)
-    terms = comms.predict(plain, abstract_mesh(plain.mesh), "tpu")
+    terms = comms.predict(plain, abstract_mesh(plain.mesh), "tpu", target)
     sent: dict[str, float] = {}
     for term in terms:
         if not term.kind.endswith(DCN):

@@ -127,7 +127,7 @@ def predict(cfg: Config, target: Target, work: Work) -> Times:
     """Predicts a step's times on a target; no axis of the configuration's mesh may be -1."""
     seconds = work.seconds(cfg, cfg.train.global_batch / target.devices)
     sliced = with_slices(cfg, cfg.mesh.sizes(), target.slices)
-    terms = comms.predict(sliced, abstract_mesh(cfg.mesh), "tpu")
+    terms = comms.predict(sliced, abstract_mesh(cfg.mesh), "tpu", target)
     ici = sum(send_seconds(target, term) for term in terms if not term.kind.endswith(DCN))
     dcn = dcn_seconds(comms.sum_across(terms), target.chip)
     return Times(seconds["compute"], seconds["memory"], ici, dcn)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 
 from jax.sharding import AbstractMesh, Mesh
 
+from minitext.compiler.targets import Target, target_of
 from minitext.config.config import Config
 from minitext.config.model import DeltaNetConfig, GQAConfig, MLAConfig, ModelConfig, MoEConfig
 from minitext.errors import UserError
@@ -124,6 +125,8 @@ class Sizes:
       layers: layers on a device.
       name: where a kind of layer is in the parameters, such as `prefix`; "" if all are alike.
       tpu: whether the TPU compiler builds the program.
+      slice_devices: devices of one slice.
+      target: the TPUs, or None if they aren't known.
       fsdp: devices that each store a part of a weight and gather it for use.
       optimizer: devices that split the optimizer state of weights they all hold (ZeRO-1, ZeRO-2); 1 without ZeRO.
       scatters: whether gradients are split the same way after each microbatch (ZeRO-2).
@@ -154,7 +157,13 @@ class Sizes:
       sent_weight: bytes of an element of such a weight.
     """
 
-    def __init__(self, cfg: Config, mesh: Mesh | AbstractMesh, platform: str):
+    def __init__(
+        self,
+        cfg: Config,
+        mesh: Mesh | AbstractMesh,
+        platform: str,
+        target: Target | None = None,
+    ):
         rules, model, pipeline = RULES[cfg.sharding.rules], cfg.model, cfg.pipeline
 
         across = cfg.mesh.dcn.factors()
@@ -164,6 +173,8 @@ class Sizes:
             return Ways(rules.ways(name, mesh), math.prod(factors))
 
         self.cfg, self.model, self.name, self.tpu = cfg, model, "", platform == "tpu"
+        self.slice_devices = mesh.size // math.prod(across.values())
+        self.target = target or target_of(mesh)
         self.fsdp, self.batch, self.context = ways("embed"), ways("batch"), ways("seq")
         self.optimizer = ways("embed", rules.of_optimizer) if rules.optimizer else 1
         self.scatters = rules.scatter

@@ -10,12 +10,18 @@ from hypothesis import strategies as st
 from jax.experimental.mesh_utils import create_hybrid_device_mesh
 
 from minitext.compiler import targets
-from minitext.compiler.targets import fit_slices, parse_target, topology_devices, topology_mesh
+from minitext.compiler.targets import (
+    fit_slices,
+    parse_target,
+    target_of,
+    topology_devices,
+    topology_mesh,
+)
 from minitext.config.config import load_config
 from minitext.config.sections import MeshConfig, SlicesConfig
 from minitext.errors import UserError
 from minitext.hardware import find_chip
-from minitext.sharding.mesh import AXES, make_mesh
+from minitext.sharding.mesh import AXES, abstract_mesh, make_mesh
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 
@@ -89,6 +95,16 @@ def test_any_text_is_a_target_or_a_line(text):
         assert parse_target(text).devices >= 1
     except UserError as error:
         assert len(str(error).splitlines()) == 1
+
+
+@needs_libtpu
+@pytest.mark.parametrize("text", ["v5e:2x4", "v5p:2x2x4", "v6e:4x4 slices=2", "tpu7x:2x2x1"])
+def test_a_mesh_tells_its_target(text):
+    assert target_of(topology_mesh(text)) == parse_target(text)
+
+
+def test_only_tpus_have_a_target():
+    assert target_of(make_mesh()) is None and target_of(abstract_mesh()) is None
 
 
 @needs_libtpu

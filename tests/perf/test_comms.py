@@ -13,7 +13,7 @@ import pytest
 import minitext as mt
 from minitext.book.layouts import LAYOUTS
 from minitext.cli import main
-from minitext.compiler.targets import topology_mesh
+from minitext.compiler.targets import parse_target, topology_mesh
 from minitext.models.flops import count_params
 from minitext.perf.comms import across_slices, notes, predict, sum_across
 from minitext.perf.comms_audit import audit, by_kind, print_audit, read
@@ -73,6 +73,76 @@ def test_in_groups_of_64_a_tpu_sums_whole(more):
     found = audited(*tiles("fsdp", "mesh.fsdp=64", *sizes, *more), target="v5p:4x4x4")
     assert found.differences() == {}
     assert not any(term.kind == "reduce-scatter" for term in found.compiled)
+
+
+@needs_libtpu
+@pytest.mark.audit
+@pytest.mark.parametrize(
+    ("target", "rows"), [("v6e:8x8", 16), ("v6e:8x8", 45), ("v5e:8x8", 16), ("v5p:2x4x8", 16)]
+)
+def test_over_a_large_slice_without_a_torus_a_tpu_sums_what_it_should_gather(target, rows):
+    """Chips in two dimensions do that up to 16 MiB. Parts of 45 rows are no whole tiles, and yet nothing is padded."""
+    sizes = (
+        f"model.embed={64 * rows}", "model.head_dim=32", "model.mlp=8192", "train.global_batch=64",
+        "model.dtype=bfloat16", "model.remat=full",
+    )  # fmt: skip
+    found = audited(*tiles("fsdp", "mesh.fsdp=64", *sizes), target=target)
+    assert found.differences() == {}
+    assert not any("parts of" in note for note in found.notes)
+    gathered = {n for t in found.compiled if t.kind == "all-gather" for n in t.arrays}
+    large = 64 * rows * 8192 * 2
+    assert gathered == ({large} if large > 2**24 and "v5p" not in target else set())
+
+
+def test_deepseek_sends_on_its_pod_what_the_compiler_planned():
+    """The figures are libtpu 0.0.51's for v5p:8x16x16, in a program that took minutes to compile.
+
+    With parts of 28 rows, no whole tiles, gradients of some dense weights are summed whole, others are padded.
+    """
+    words = "mesh.fsdp=256", "mesh.expert=8", "train.global_batch=2048"
+    cfg = mt.load_config("deepseek-v3", list(words))
+    terms = predict(cfg, abstract_mesh(cfg.mesh), "tpu", parse_target("v5p:8x16x16"))
+    found = {row.kind: row for row in by_kind(terms)}
+    assert found["all-gather"].count == 1564
+    assert found["all-gather"].bytes / 1e9 == pytest.approx(392.14, abs=0.01)
+    assert found["ragged-all-to-all"].bytes / 1e9 == pytest.approx(163.48, abs=0.01)
+    assert sum(row.moved for row in found.values()) / 1e9 == pytest.approx(758.4, rel=0.04)
+
+
+@needs_libtpu
+@pytest.mark.audit
+def test_what_a_step_would_send_that_does_not_fit(capsys):
+    """The compiler gathers as predicted; it splits sums beside products as large as these."""
+    found = audited(*tiles("fsdp", "train.global_batch=65536"), target="v5e:2x4")
+    assert not any(kind == "all-gather" for kind, *_ in found.differences())
+    assert any(term.kind == "all-gather" for term in found.compiled)
+    assert found.too_large.startswith("the step needs") and found.to_json()["too_large"]
+    print_audit(found)
+    assert "what it would send" in capsys.readouterr().out
+
+
+def kinds(target, *settings):
+    """The collectives over fsdp by formula, with their arrays' bytes."""
+    more = "model.embed=1024", "model.mlp=16384", "model.dtype=bfloat16", "train.global_batch=4096"
+    cfg = mt.load_config("laptop", [*TINY, *TILES, *more, *settings])
+    terms = predict(cfg, abstract_mesh(cfg.mesh), "tpu", parse_target(target))
+    found = {}
+    for term in terms:
+        if "weights" in term.name and term.group == cfg.mesh.fsdp:
+            found.setdefault(term.kind, set()).update(term.arrays)
+    return found
+
+
+def test_the_network_decides_between_gathers_and_sums():
+    """Whether a slice is a torus, and whether a group is all of it."""
+    small, large = {2 * 1024 * 1024, 2 * 1024 * 512}, {2 * 1024 * 16384}
+    every = small | large
+    assert kinds("v6e:8x8", "mesh.fsdp=64") == {"all-gather": large, "all-reduce": every}
+    assert kinds("v5p:2x4x8", "mesh.fsdp=64") == {"all-reduce": every, "reduce-scatter": every}
+    assert kinds("v5p:4x4x4", "mesh.fsdp=64") == {"all-gather": every, "all-reduce": every}
+    torus = {"all-gather": every, "reduce-scatter": every}
+    assert kinds("v5p:4x8x8", "mesh.fsdp=64", "mesh.data=4") == torus
+    assert kinds("v6e:4x8", "mesh.fsdp=32") == torus
 
 
 @needs_libtpu
