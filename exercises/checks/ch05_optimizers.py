@@ -1184,7 +1184,7 @@ like the optimizer `inner` that it wraps. You decide what the state holds.
 - A step is *skipped* if the gradient's global norm, computed in float32, isn't finite. It's also skipped if it's a
   spike: if the norm is greater than `factor` times the median of the norms of the last `window` steps that weren't
   skipped. Until there have been `window` such steps, no norm is a spike.
-- In some runs the norms rise and stay high. So if the last `patience` steps were all skipped, for whichever reason, a
+- In some runs the norms rise and stay high. So if the last `patience` steps were all skipped, for either reason, a
   finite norm is accepted, however large, and remembered like any other.
 - A skipped step returns updates of exactly 0. Afterwards the optimizer does what it would have done without that step:
   moments, counters and schedules are as before, and its norm isn't remembered.

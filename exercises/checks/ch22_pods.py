@@ -468,8 +468,9 @@ and the bytes that are sent.
     hints=(
         "Take one mesh and one axis at a time. Which array is gathered or reduced, and how often? How far apart are "
         "two neighbours of a group, and how many of its members are therefore in one slice?",
-        "Neighbours in a tensor group are 1 chip apart, in an fsdp group tensor chips, and in a data group tensor "
-        "times fsdp. A group of n with that stride has m = min(n, max(1, chips // stride)) members in a slice.",
+        "Neighbours in a tensor group are 1 chip apart, in an fsdp group `tensor` chips, and in a data group "
+        "`tensor * fsdp` chips. A group of n with that stride has m = min(n, max(1, chips // stride)) members in a "
+        "slice.",
         "`gather(X, m, s)` returns the pair `X * (m - 1) / m, X / m * (s - 1) / s` with s = n / m. Add three gathers "
         "for fsdp, two for data and two for tensor, and take the `min` over all meshes that fit.",
     ),
