@@ -37,7 +37,7 @@ def runs(adapted, tmp_path_factory):
     return made
 
 
-@pytest.mark.slow
+@pytest.mark.audit
 def test_each_adapter_is_a_model(runs, tmp_path, monkeypatch):
     given = [f"{name}={runs[name]}" for name in ("one", "two")]
     adapters = _adapters(given, runs["base"], "base")

@@ -17,6 +17,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.audit
 def test_equal_models_are_found_equal(folder, capsys):
     found = parity.compare(str(folder), length=12, continued=6)
     assert found.holds and (found.family, found.greedy) == ("gemma2", 6)

@@ -161,6 +161,7 @@ def strictly(f, *args):
         return jax.block_until_ready(jax.jit(lambda *a: f(*a))(*args))
 
 
+@pytest.mark.audit
 @pytest.mark.parametrize("switches", audit_but(["window and softcap"], dense.COMBINATIONS))
 @pytest.mark.parametrize("T", audit_but([37], [1, 37]))
 def test_switches_together_are_those_of_the_reference_in_the_strict_simulator(switches, T):

@@ -508,8 +508,8 @@ def compiled_products(target, *settings):
     return find_once(mt.load_config("laptop", [*TPU, *settings]), target).products
 
 
+@pytest.mark.audit
 @needs_libtpu
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "settings", "options", "narrow"),
     [

@@ -95,6 +95,7 @@ EXPERTS = (
 )
 
 
+@pytest.mark.audit
 @pytest.mark.parametrize(
     "remat",
     ["model.remat=none", pytest.param("model.remat=full", marks=pytest.mark.audit)],

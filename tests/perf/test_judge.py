@@ -154,6 +154,7 @@ def test_each_mistake_has_a_verdict_of_its_own(tmp_path, name):
     assert [check.check for check in more] == ["values"] * (name in (HALF, ORDER))
 
 
+@pytest.mark.audit
 def test_the_gradient_of_a_vmapped_kernel_passes(tmp_path):
     (case,), path = cases_of(
         tmp_path,

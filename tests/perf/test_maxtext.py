@@ -115,8 +115,8 @@ def test_gpus_are_counted_without_cuda():
     assert any("links" in note for note in found.translation.notes)
 
 
+@pytest.mark.audit
 @needs_libtpu
-@pytest.mark.slow
 def test_the_compiler_has_the_last_word(monkeypatch, capsys):
     """A step that it refuses keeps its predictions, and what to change."""
     command = f"{SMALL} per_device_batch_size=256 max_target_length=2048 remat_policy=none"

@@ -94,6 +94,7 @@ def test_experts_and_tables_that_are_stored_are_left_unread_in_their_own_bits():
     assert unread == pytest.approx(cfg.layers * (128 - 8) * expert + table)
 
 
+@pytest.mark.audit
 def test_windows_and_states_are_read_as_they_are_kept():
     settings = ["model.layers=6"]
     short, long = (

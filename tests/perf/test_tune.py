@@ -27,6 +27,7 @@ def small(m: int = 128, k: int = 128, n: int = 128) -> cases.Case:
     return cases.Case(lambda x, w: matmul(x, w, tiles=(m, k, n)), (shape, shape))
 
 
+@pytest.mark.audit
 @needs_libtpu
 def test_candidates_are_compiled_and_ranked(monkeypatch):
     monkeypatch.setitem(cases.CASES, "small", small)

@@ -209,7 +209,7 @@ def pairs_file(path, count, seed=0):
             file.write(json.dumps(pair) + "\n")
 
 
-@pytest.mark.slow
+@pytest.mark.audit
 @pytest.mark.parametrize("lora", [pytest.param(0, marks=pytest.mark.audit), 4])
 def test_a_run_learns_from_a_file_of_pairs_and_goes_on_after_a_stop(tmp_path, lora):
     pairs_file(tmp_path / "pairs.jsonl", 200)

@@ -60,7 +60,7 @@ def train(folder, name, kind, *more):
     return read_metrics(run.train(cfg, task=task_of(cfg)))
 
 
-@pytest.mark.slow
+@pytest.mark.audit
 def test_grpo_earns_more(folder):
     lines = train(
         folder, "grpo", "grpo", "train.global_batch=64", "train.steps=30", "optim.learning_rate=1e-2",

@@ -238,7 +238,7 @@ def test_memory_of_1f1b_does_not_grow_with_microbatches(tiny):
 # --- the rest of the package
 
 
-@pytest.mark.slow
+@pytest.mark.audit
 @pytest.mark.parametrize("schedule", audit_but(["circular"], ["1f1b", "circular"]))
 def test_a_train_step_moves_the_parameters_as_one_device_does(tiny, schedule):
     """The whole step: clipping, AdamW, and the circular pipeline's way to store layers."""

@@ -373,6 +373,7 @@ def test_the_commands_import_generate_export_and_train_on(tmp_path, monkeypatch,
     assert tokenizer.decode([tokenizer.eod_id]) == ""
 
 
+@pytest.mark.audit
 def test_what_a_model_came_with_goes_along_with_training(tmp_path, monkeypatch, minitext):
     monkeypatch.chdir(tmp_path)
     write_published(tmp_path / "theirs")

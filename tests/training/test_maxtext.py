@@ -225,6 +225,7 @@ def test_neighbours_rotate_together_where_llama31_has_them():
 QUICK = ("deepseek3",)  # whose layers are stacked in another way
 
 
+@pytest.mark.audit
 @pytest.mark.parametrize(
     ("case", "scanned"),
     [

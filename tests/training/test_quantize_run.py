@@ -82,6 +82,7 @@ def test_one_parameter_is_read_after_another(tmp_path):
         assert checkpointer.read_each({"params": params}) is None
 
 
+@pytest.mark.audit
 @pytest.mark.parametrize("kind", audit_but(["nf4"], STORAGE_PRESETS))
 def test_engine_and_generate_say_the_same_of_a_stored_run(tmp_path, kind):
     write_run(tmp_path / "a")
