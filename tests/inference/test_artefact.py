@@ -498,6 +498,7 @@ KINDS = {
 }  # fmt: skip
 
 
+@pytest.mark.audit
 @pytest.mark.parametrize("kind", audit_but(["latents and experts"], KINDS))
 def test_kinds_of_models(kind, tmp_path):
     cfg, params = tiny_model(*KINDS[kind])

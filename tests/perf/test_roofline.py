@@ -66,6 +66,7 @@ def test_a_model_of_any_size_is_predicted_without_memory_or_compiler():
     assert peak_seconds < prediction.seconds < 3 * peak_seconds
 
 
+@pytest.mark.audit
 def test_quantized_products_take_the_chips_narrow_peak():
     sizes = ["mesh.fsdp=64", "model.layers=2"]
     seconds = {}

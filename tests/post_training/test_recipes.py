@@ -96,7 +96,7 @@ def folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.audit
 def test_a_model_learns_to_answer_and_its_template_stays_with_it(base, minitext, tmp_path):
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}]
     path = tmp_path / "a.jsonl"

@@ -166,6 +166,7 @@ def test_train_runs_a_saved_step(saved, tmp_path):
     assert str(file) in (tmp_path / "a" / "config.yml").read_text()
 
 
+@pytest.mark.audit
 @needs_libtpu
 def test_a_step_for_chips_that_are_not_here_is_saved(tiny, tmp_path):
     file = tmp_path / "step.zip"

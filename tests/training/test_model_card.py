@@ -90,6 +90,7 @@ def test_licences_that_cannot_be_meant_are_refused(tmp_path, minitext, licence):
     assert code == 2 and err.startswith("error: --license") and len(err.splitlines()) == 1
 
 
+@pytest.mark.audit
 def test_every_format_comes_with_its_card(tmp_path, minitext):
     """And the artefact, which has one too, runs what the run does."""
     words = [

@@ -113,6 +113,7 @@ def test_what_peft_reads_is_what_it_writes(tmp_path_factory):
     read.unload()
 
 
+@pytest.mark.audit
 def test_a_run_goes_out_and_comes_in_bit_equal(adapted, tmp_path):
     assert peft.export_peft(adapted / "tuned", tmp_path / "out") == 6
     count = peft.import_peft(tmp_path / "out", tmp_path / "back", adapted / "base")

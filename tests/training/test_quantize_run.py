@@ -161,6 +161,7 @@ def test_what_cannot_be_quantized_leaves_nothing(tmp_path, minitext):
 TEXT = "the cat sat on the mat and the dog sat on the cat; " * 60
 
 
+@pytest.mark.audit
 def test_calibration_lowers_the_error_of_logits(tmp_path, minitext):
     write_run(tmp_path / "a")
     (tmp_path / "text.txt").write_text(TEXT)
