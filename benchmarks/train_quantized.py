@@ -4,7 +4,8 @@
 
 Each run is a `minitext train` in a process of its own that computes in bfloat16, and in all but the first the products
 that a rule names are quantized, forward and backward. The last validation loss is compared with bfloat16's. A CPU gains
-no speed from narrow products, so no time is compared. Runs that `--folder` already has are taken from there.
+no speed from narrow products, so no time is compared. Runs of as many steps that `--folder` already has are taken from
+there.
 """
 
 import json
@@ -26,7 +27,7 @@ RULES = {
 
 def train(folder, name, rules, steps):
     """Trains one run, unless it's there; returns its validation losses by step."""
-    run = folder / name.replace(", ", "-").replace(" ", "-")
+    run = folder / f"{name.replace(', ', '-').replace(' ', '-')}-{steps}"
     command = [
         str(Path(sys.executable).parent / "minitext"), "train", "laptop", *WORDS, f"train.steps={steps}",
         f"model.quantization={json.dumps(rules)}", f"run.dir={folder}", f"run.name={run.name}",
@@ -42,7 +43,10 @@ def train(folder, name, rules, steps):
 def main():
     cli = parser(__doc__)
     cli.add_argument("--steps", type=int, default=700)
-    cli.add_argument("--folder", type=Path, required=True, help="where the runs are kept")
+    runs = Path("runs", "quantized")
+    cli.add_argument(
+        "--folder", type=Path, default=runs, help=f"where the runs are kept (default {runs})"
+    )
     args = cli.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     cases = {}
@@ -50,19 +54,16 @@ def main():
         losses = train(args.folder.absolute(), name, rules, args.steps)
         last = losses[max(losses)]
         first = cases.get("bfloat16", {"validation_loss": last})["validation_loss"]
+        over = last / first - 1
         cases[name] = {
             "rules": rules,
             "validation_loss": last,
-            "over_bfloat16": last / first - 1,
+            "over_bfloat16": over,
             "losses": losses,
         }
-        print(f"{name:36} {last:.4f} ({last / first - 1:+.2%})", flush=True)
-    write_record(
-        args.output,
-        "train_quantized",
-        "",
-        {"preset": "laptop", "settings": WORDS, "steps": args.steps, "cases": cases},
-    )
+        print(f"{name:36} {last:.4f} ({over:+.2%})", flush=True)
+    figures = {"preset": "laptop", "settings": WORDS, "steps": args.steps, "cases": cases}
+    write_record(args.output, "train_quantized", "", figures)
 
 
 if __name__ == "__main__":
