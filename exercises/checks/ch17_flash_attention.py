@@ -975,6 +975,10 @@ def packed_with(
         (N, T, H), K = q_NTH.shape, k_KTH.shape[0]
         at = segments_T[block - 1 :: block] if bound == "last" else segments_T[::block]
         first = (jnp.searchsorted(segments_T, at) // block).astype(jnp.int32)
+        if bound == "up":
+            first = -(-jnp.searchsorted(segments_T, at) // block).astype(jnp.int32)
+        if bound == "before":
+            first = jnp.maximum(first - 1, 0)
         if bound == "none":
             first = jnp.zeros_like(first)
         if heads == "repeated":
@@ -1073,6 +1077,19 @@ mistaken(
     "You take the first block from the *last* query's segment. The block's first query may belong to an earlier "
     "segment, and sees farther back.",
     packed_with(bound="last"),
+)
+mistaken(
+    segment_ids,
+    "bounded_by_the_next_block",
+    "You round the index of the segment's first token up to a whole block. The segment begins *within* a block, and "
+    "that block is the first one needed: divide by `block` and round down.",
+    packed_with(bound="up"),
+)
+mistaken(
+    segment_ids,
+    "begins_one_block_early",
+    "You begin one block before the one that holds the segment's first token. Nothing in it can be seen.",
+    packed_with(bound="before"),
 )
 mistaken(
     segment_ids,
