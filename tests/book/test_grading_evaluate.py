@@ -100,6 +100,36 @@ def test_messages_of_exceptions_do_not_tell_mistakes_apart():
     assert evaluate.choose_hint(attempt) == "You double."
 
 
+def test_a_mutant_runs_only_the_checks_that_tell_it_apart():
+    exercise = Exercise("90.thrice", "Thrice", "thrice", 10, 1, "s", ("first", "b", "c"))
+    for x in (1, 2, 3):
+
+        @exercise.check(f"of {x}")
+        def _(fn, t, x=x):
+            t.equal(fn(x), 3 * x)
+
+    runs = []
+
+    @exercise.mutant("You square.")
+    def squared(x):
+        runs.append(("squared", x))
+        return x * x
+
+    @exercise.mutant("Not for two.")
+    def but_two(x):
+        runs.append(("but_two", x))
+        return 3 * x if x != 2 else 4
+
+    @exercise.mutant("Not for three.")
+    def but_three(x):
+        runs.append(("but_three", x))
+        return 3 * x if x != 3 else 8
+
+    attempt = evaluate.Attempt(exercise, lambda x: 2 * x if x == 2 else 3 * x, SEED, LEARNER).run()
+    assert evaluate.choose_hint(attempt) == "Not for two."
+    assert runs == [("squared", 2), ("squared", 1), ("but_two", 2), ("but_two", 1), ("but_two", 3)]
+
+
 def test_another_exception_than_the_wanted_one_names_both():
     exercise = Exercise("90.refuses", "Refuses", "refuses", 10, 1, "s", ("first", "b", "c"))
 

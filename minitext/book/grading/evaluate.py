@@ -47,7 +47,7 @@ class Attempt:
         source: file name in the answer's frames, which tells its errors from the check's.
         swallow: exceptions that count as the answer's; SystemExit always does.
         before_check: called with each check's name.
-        checks: results of the checks run so far, in order.
+        results: results of the checks run so far, by name.
         untouched: whether the stub's own NotImplementedError was raised; no further check runs then.
         seconds: how long the checks took.
     """
@@ -59,9 +59,15 @@ class Attempt:
     source: str = ""
     swallow: type[BaseException] = Exception
     before_check: Callable[[str], None] = lambda name: None
-    checks: list[CheckResult] = dataclasses.field(default_factory=list)
+    results: dict[str, CheckResult] = dataclasses.field(default_factory=dict)
     untouched: bool = False
     seconds: float = 0.0
+
+    @property
+    def checks(self) -> list[CheckResult]:
+        """The results so far, in the checks' order."""
+        names = [check.name for check in self.exercise.checks]
+        return [self.results[name] for name in names if name in self.results]
 
     @property
     def failing(self) -> list[CheckResult]:
@@ -75,16 +81,22 @@ class Attempt:
 
     def run(self, to_first_failure: bool = False) -> "Attempt":
         """Runs the checks that haven't run yet, all of them or until one fails."""
-        begun = time.perf_counter()
-        for check in self.exercise.checks[len(self.checks) :]:
-            if self.untouched or (to_first_failure and self.failing):
+        for check in self.exercise.checks:
+            result = self.run_check(check)
+            if self.untouched or (to_first_failure and result is not None and not result.passed):
                 break
+        return self
+
+    def run_check(self, check: Check) -> CheckResult | None:
+        """The result of one check, run at most once; None for an untouched stub."""
+        if check.name not in self.results:
+            begun = time.perf_counter()
             self.before_check(check.name)
             result = self._result(check)
             if result is not None:
-                self.checks.append(result)
-        self.seconds += time.perf_counter() - begun
-        return self
+                self.results[check.name] = result
+            self.seconds += time.perf_counter() - begun
+        return self.results.get(check.name)
 
     def _result(self, check: Check) -> CheckResult | None:
         trial = Trial(self.seed, self.learner, f"{self.exercise.id}/{check.name}")
@@ -163,27 +175,54 @@ def match(attempt: Attempt, mutants: list[Attempt]) -> int | None:
     failing = attempt.run(to_first_failure=True).failing
     if not failing:
         return None
-    first = failing[0]
+    first, compare = failing[0], attempt.exercise.compare
     rivals = []
     for index, mutant in enumerate(mutants):
-        seen = mutant.run(to_first_failure=True).failing
-        if seen and seen[0].name == first.name:
-            rivals.append((distance(first.observed, seen[0].observed), index))
-    near = [(far, index) for far, index in rivals if far <= attempt.exercise.compare]
-    if [mutants[index] for _, index in near] == [attempt]:  # a mutant that is tried out
-        return near[0][1]
+        if not _fails_like(mutant, first):
+            continue
+        if attempt not in mutants[: index + 1] and _same(attempt, mutant, first):
+            return index
+        rivals.append(index)
+    seen = {index: mutants[index].results[first.name] for index in rivals}
+    near = [i for i in rivals if distance(first.observed, seen[i].observed) <= compare]
+    if [mutants[index] for index in near] == [attempt]:  # a mutant that is tried out
+        return near[0]
     names = [check.name for check in attempt.run().failing]
-    near = [(far, index) for far, index in near if _makes(attempt, mutants[index].run())]
+    near = [index for index in near if _makes(attempt, mutants[index].run())]
     if near:
-        return min((_unlike(attempt, mutants[i]), far, i) for far, i in near)[-1]
-    if not _kind(first):
-        return None
-    alike = []
-    for _, index in rivals:
-        other = mutants[index].run().failing
-        if [check.name for check in other] == names and _kind(other[0]) == _kind(first):
-            alike.append(index)
+        return min((_unlike(attempt, mutants[index]), index) for index in near)[-1]
+    alike = [
+        index
+        for index in rivals
+        if _kind(seen[index]) == _kind(first) != ""
+        and [check.name for check in mutants[index].run().failing] == names
+    ]
     return alike[0] if len(alike) == 1 else None
+
+
+def _fails_like(mutant: Attempt, first: CheckResult) -> bool:
+    """Whether a mutant fails the check that an answer fails first as the answer does, and passes the ones before it.
+
+    That check runs before those: most mutants need no other.
+    """
+    place = [check.name for check in mutant.exercise.checks].index(first.name)
+    before = {check.name for check in mutant.exercise.checks[:place]}
+    if any(check.name in before for check in mutant.failing):
+        return False
+    seen = mutant.run_check(mutant.exercise.checks[place])
+    if seen is None or seen.passed:
+        return False
+    near = distance(first.observed, seen.observed) <= mutant.exercise.compare
+    if not near and not _kind(seen) == _kind(first) != "":
+        return False
+    return mutant.run(to_first_failure=True).failing[0].name == first.name
+
+
+def _same(attempt: Attempt, mutant: Attempt, first: CheckResult) -> bool:
+    """Whether two answers fail the same checks with the same values, the first of them `first`."""
+    if distance(first.observed, mutant.results[first.name].observed) > 0:
+        return False
+    return _unlike(attempt.run(), mutant.run()) == (False, 0.0)
 
 
 def _makes(attempt: Attempt, mutant: Attempt) -> bool:

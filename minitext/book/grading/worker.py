@@ -153,6 +153,8 @@ def _try_stub(job: dict, exercise: Exercise, pieces: list[source.Piece]) -> list
 
 def _try_mutants(job: dict, exercise: Exercise) -> list[list]:
     attempts = evaluate.attempt_mutants(exercise, job["seed"], job["learner"])
+    for attempt in attempts:  # `match` compares these first failures, and runs little more
+        attempt.run(to_first_failure=True)
     rows = []
     for index, (mutant, attempt) in enumerate(zip(exercise.mutants, attempts, strict=True)):
         chosen = evaluate.match(attempt, attempts)
