@@ -90,13 +90,17 @@ def kernel(q_ref, k_ref, v_ref, o_ref):
     @pl.when(s <= t)
     def _():
         scores = q_ref[...] @ k_ref[...].T
-        row, column = (jax.lax.broadcasted_iota(jnp.int32, scores.shape, d) for d in (0, 1))
+        row = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+        column = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
         scores = jnp.where((s < t) | (row >= column), scores, 0)
         o_ref[...] += scores @ v_ref[...]
 ```
 
-It still lacks index maps. Write `attention_specs(B, T, N, K, H, block)`, which returns the grid and the blocks of every
-array. `q` and the result are `[B, N, T, H]`, `k` and `v` are `[B, K, T, H]`.
+`pl.program_id(2)` is the step's index in the grid's third dimension. `pl.when` runs the function below it only if the
+condition holds. `broadcasted_iota` gives each score the number of its row, or of its column.
+
+The kernel still lacks index maps. Write `attention_specs(B, T, N, K, H, block)`, which returns the grid and the blocks
+of every array. `q` and the result are `[B, N, T, H]`, `k` and `v` are `[B, K, T, H]`.
 
 - The grid is `(B, N, T // block, T // block)`: for each row, head and block of queries, it goes through all blocks of
   keys. The kernel sees blocks of `[block, H]`. A `None` in a block's shape takes one index of that dimension, and

@@ -878,7 +878,7 @@ the copies yourself.
 - It is one Pallas call. x and the result are whole in VMEM (`pl.BlockSpec()`). w stays in HBM
   (`pl.BlockSpec(memory_space=pl.ANY)`) and comes in parts of k rows, where k divides K. Each part is copied once.
 - VMEM holds only **two** parts of w, each in its own slot with its own semaphore. While one part is multiplied, the
-  next is being copied.
+  next is being copied. (`pltpu.SemaphoreType.DMA((2,))` is an array of two semaphores; `ref.at[i]` names one of them.)
 - The result is float32, and so are its sums.
 - It compiles for a v5e with x `[128, 16384]` and w `[16384, 1024]`, which takes 32 MiB, twice what a kernel
   gets by default. Mosaic needs to know that a slice of x's columns starts at a multiple of 128:

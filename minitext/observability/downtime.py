@@ -183,10 +183,10 @@ class Downtime:
 def account(attempts: Sequence[Attempt], events: Sequence[Event]) -> Downtime:
     """Gives each second of a supervised run its cause.
 
-    A step counts unless a later attempt went on from less. A fault is charged what it undid, the time until it was
-    noticed, the restart with its start-up and compilation, and what it added to steps while it lasted. Steps are undone
-    by the fault that ended the last attempt before which they were still there: one that is killed before it has read a
-    checkpoint undoes nothing.
+    A step counts unless a later attempt resumed from a lower step. A fault is charged for the steps that it undid, for
+    the time until it was noticed, for the restart with its start-up and compilation, and for what it added to steps
+    while it lasted. The fault that undid a step is the one that ended the last attempt that still had it. An attempt
+    that is killed before it has read a checkpoint undoes nothing.
 
     Args:
       attempts: in order.
@@ -223,7 +223,7 @@ def account(attempts: Sequence[Attempt], events: Sequence[Event]) -> Downtime:
 
 
 def _is_undone(attempts: Sequence[Attempt], index: int, step: int | None) -> bool:
-    """Whether an attempt after this one went on from less than its step."""
+    """Whether a later attempt resumed from below this step."""
     lows = [a.resumed for a in attempts[index + 1 :] if a.resumed is not None]
     return min(lows, default=step or 0) < (step or 0)
 

@@ -84,8 +84,8 @@ def visits(
       group_sizes_G: [G] int32 rows in each group, with a sum of at most `rows`.
       rows: rows in the matrix.
       tile: rows in a tile.
-      empty: whether to visit a group without rows, too, once.
-      unowned: whether to visit a tile whose rows no group owns, too, once; its visit belongs to the last group.
+      empty: whether a group without rows gets one visit.
+      unowned: whether a tile whose rows no group owns gets one visit, which belongs to the last group.
     """
     G, tiles = len(group_sizes_G), pl.cdiv(rows, tile)
     ends_G = jnp.cumsum(group_sizes_G, dtype=jnp.int32)

@@ -179,8 +179,8 @@ def _copies(table_ref, ends_ref, cache_refs, buffers, done, heads, pages: int):
 def _attend(q_kGH, k_kSH, v_kSH, scales_k2S, seen, softcap, state):
     """Adds S tokens to a softmax's running (maximum, sum, output).
 
-    Tokens count from seen[0] on, which may be None for the first, and before seen[1]. With scales, logits are
-    multiplied by those of keys, and weights by those of values: keys and values are never there in full.
+    Only tokens from seen[0] on (None: from the first on) and before seen[1] take part. With scales, logits are
+    multiplied by the scales of keys and weights by those of values, so keys and values never exist unquantized.
     """
 
     def counts(shape: tuple[int, ...], axis: int) -> jax.Array:
