@@ -233,7 +233,8 @@ The author of this stack put `jax.checkpoint` around each layer and wonders why 
 ```python
 @jax.checkpoint
 def layer(x_XD, number, norm_D, up_DF, down_FD):
-    y_XD = x_XD * jax.lax.rsqrt(jnp.mean(x_XD**2, axis=1, keepdims=True) + 1e-6) * norm_D
+    mean_X1 = jnp.mean(x_XD**2, axis=1, keepdims=True)
+    y_XD = x_XD * jax.lax.rsqrt(mean_X1 + 1e-6) * norm_D
     a_XF = y_XD @ up_DF
     h_XF = jnp.sin(a_XF) * jax.nn.silu(a_XF)
     return x_XD + (h_XF @ down_FD) / (number + 1)
