@@ -756,6 +756,7 @@ CANARY = "canary"  # what another client asks, from the first of these tests to 
 @pytest.fixture(scope="module")
 def attacked(tiny):
     """A server, a connection that is kept, and another client who asks all the while."""
+    tiny.server.config.timeout_keep_alive = 60  # on a busy machine seconds pass between two bodies
     connection = http.client.HTTPConnection("127.0.0.1", tiny.port, timeout=60)
     asked = {"prompt": CANARY, "seed": 3, "max_tokens": 10}
     want = tiny.direct(prompt=ids(CANARY), seed=3, max_tokens=10, temperature=1.0)[0][0]
