@@ -248,6 +248,7 @@ TESTED_WITH = {
     "data/gguf_tokenizer": "training/interchange",
     "inference/batching": "inference/artefact_server",
     "inference/cpu_decode": "inference/generate",
+    "inference/grammar_check": "inference/engine",
     "inference/http_server": "inference/server",
     "inference/model_store": "inference/artefact_server",
     "inference/open_inference": "inference/artefact_server",

@@ -393,10 +393,10 @@ class Engine:
             raise UserError(f"n={request.n}: at most {self.options.max_waiting} texts may wait")
         if request.grammar and self.make_guide is None:
             raise UserError("this engine has no tokenizer, so it can't hold an answer to a grammar")
-        guides = [
-            self.make_guide(request.grammar) if request.grammar and self.make_guide else None
-            for _ in range(request.n)
-        ]
+        guides: list[Any] = [None] * request.n
+        if request.grammar and self.make_guide:
+            first = self.make_guide(request.grammar)
+            guides = [first, *(first.copy() for _ in range(request.n - 1))]
         with self._lock:
             number = next(self._numbers)
             waiting, adapter = self._waiting(), self._adapter(request.adapter)

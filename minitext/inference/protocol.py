@@ -98,7 +98,8 @@ class Body(_Strict):
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        given = [] if self.stop is None else self.stop
+        given = [given] if isinstance(given, str) else given
         if not isinstance(given, list) or not all(isinstance(s, str) for s in given):
             raise Refused(
                 f"stop={_short(self.stop)}: give a string or a list of strings", param="stop"
@@ -201,7 +202,7 @@ class ChatBody(Body):
         """How many of the most likely tokens to report with each token."""
         if self.top_logprobs and not self.logprobs:
             raise Refused(
-                f"top_logprobs={self.top_logprobs} needs logprobs=true: set it",
+                f"top_logprobs={_short(self.top_logprobs)} needs logprobs=true: set it",
                 param="top_logprobs",
             )
         return self.top_logprobs if self.logprobs else None
@@ -276,7 +277,7 @@ def read_body(data: bytes, kind: type[Body]) -> Any:
     body = validated(found, kind)
     if isinstance(body, CompletionBody) and body.best_of not in (None, body.n):
         raise Refused(
-            f"best_of={body.best_of} is not supported: leave it out, or make it n={body.n}",
+            f"best_of={_short(body.best_of)} is not supported: leave it out, or make it n={body.n}",
             param="best_of",
         )
     _ = body.stops, body.alternatives, body.grammar  # refused now, before the prompt is looked at

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from minitext import files
 from minitext.errors import UserError
 
 Finish = Literal["stop", "length", "cancelled", "error"]
@@ -30,7 +31,7 @@ class Request:
       presence_penalty: taken from the logit of a token that the answer has already, -2 to 2.
       frequency_penalty: taken from a token's logit for each time the answer has it, -2 to 2.
       repetition_penalty: divides the positive logits, and multiplies the negative ones, of tokens that prompt or answer
-        have already (Keskar et al. 2019); 1 does nothing.
+        have already (Keskar et al. 2019), 1e-6 to 1e6; 1 does nothing.
       logit_bias: added to the logits of tokens, -100 to 100.
       seed: of the draws. The same seed gives the same text, whatever else the engine does at the time. Text number i of
         n has a seed of its own.
@@ -64,10 +65,11 @@ class Request:
         if not self.prompt:
             raise UserError("the prompt is empty: give at least one token")
         if wrong := [i for i in (*self.prompt, *self.logit_bias) if not 0 <= i < vocab]:
-            raise UserError(f"token {wrong[0]} is not in the model's vocabulary of {vocab}")
+            raise UserError(f"token {_said(wrong[0])} is not in the model's vocabulary of {vocab}")
         ranges = {
             "max_tokens": (1, math.inf), "n": (1, MOST_SAMPLES), "temperature": (0, 1e6), "top_k": (0, 2**31 - 1),
             "min_p": (0, 1), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "seed": (-(2**63), 2**63 - 1),
+            "repetition_penalty": (1e-6, 1e6),  # beyond, some float32 logits would be infinite
         }  # fmt: skip
         values = {name: getattr(self, name) for name in ranges}
         if self.logprobs is not None:
@@ -78,13 +80,14 @@ class Request:
         for name, (low, high) in ranges.items():
             if not low <= values[name] <= high or values[name] == math.inf:  # NaN is in no range
                 least = f"{low} or more" if high == math.inf else f"{low} to {high}"
-                raise UserError(f"{name}={values[name]}: choose {least}")
-        for name in ("top_p", "repetition_penalty"):
-            most = 1 if name == "top_p" else 1e6
-            if not 0 < getattr(self, name) <= most:
-                raise UserError(
-                    f"{name}={getattr(self, name)}: choose more than 0 and at most {most}"
-                )
+                raise UserError(f"{name}={_said(values[name])}: choose {least}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p}: choose more than 0 and at most 1")
+
+
+def _said(number: float) -> str:
+    """Returns a number for an error's line: a client may send thousands of digits."""
+    return files.shorten(str(number))
 
 
 class Event(NamedTuple):

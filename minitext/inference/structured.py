@@ -4,11 +4,20 @@ The library llguidance keeps a parser for each text and says which tokens may fo
 cross the borders of a grammar's words, so this is more than a look at the next character; the library needs well under
 a millisecond for it.
 
+There are grammars with which it needs hours, or gigabytes. So each is first read in another process, which
+`grammar_check` describes, and a text ends whose next token takes the library too long.
+
 Chapters: 24.
 """
 
+import functools
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,6 +25,10 @@ from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
 
 GRAMMAR_LIMIT = 64 << 10  # characters
+READ_SECONDS, STEP_SECONDS = 3, 0.25  # of the processor, to read a grammar and for a token
+WALL_SECONDS = 60.0  # to read a grammar on a machine that is busy
+
+T = TypeVar("T")
 
 
 class Guide:
@@ -28,25 +41,40 @@ class Guide:
     def __init__(self, matcher, vocab: int):
         self._matcher, self._vocab, self.done = matcher, vocab, False
 
+    def copy(self) -> "Guide":
+        """Returns a guide for another text that begins with the same tokens."""
+        return Guide(self._matcher.deep_copy(), self._vocab)
+
     def allowed(self) -> np.ndarray:
         """Returns [V] booleans: the tokens that may follow, those that end the text among them where it may end.
 
         Raises:
           UserError: if the grammar turns out too complex.
         """
-        words = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        self._check()
+        words = np.frombuffer(self._checked(self._matcher.compute_bitmask), np.uint8)
         return np.unpackbits(words, bitorder="little", count=self._vocab).astype(bool)
 
     def accept(self, token: int) -> None:
-        """Takes the token that follows."""
-        self._matcher.consume_token(token)
-        self._check()
+        """Takes the token that follows.
+
+        Raises:
+          UserError: if the grammar turns out too complex.
+        """
+        self._checked(lambda: self._matcher.consume_token(token))
         self.done = self._matcher.is_stopped()
 
-    def _check(self) -> None:
+    def _checked(self, step: Callable[[], T]) -> T:
+        began = time.thread_time()
+        found = step()
         if self._matcher.is_error():
-            raise UserError(f"the grammar can't be followed: {_line(self._matcher.get_error())}")
+            said = _line(self._matcher.get_error())
+            said = "no text fits it" if "NoExtensionBias" in said else said
+            raise UserError(f"the grammar can't be followed: {said}")
+        if time.thread_time() - began > STEP_SECONDS:
+            raise UserError(
+                f"the grammar can't be followed: a token takes more than {STEP_SECONDS} seconds: make it simpler"
+            )
+        return found
 
 
 def guides(
@@ -63,12 +91,13 @@ def guides(
       UserError: if llguidance is not installed; later, for a grammar that isn't one.
     """
     try:
-        from llguidance import LLMatcher, LLTokenizer
+        from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     except ImportError as error:
         raise UserError(
             "answers in a format need llguidance: pip install 'minitext[serve]'"
         ) from error
     known = LLTokenizer(json.dumps(tokenizer.published()), n_vocab=vocab, eos_token=sorted(ends))
+    limits = LLParserLimits(verbose_errors=False)
 
     def make(grammar: tuple[str, str]) -> Guide:
         kind, text = grammar
@@ -84,13 +113,34 @@ def guides(
                 compiled = LLMatcher.grammar_from_json_schema(schema)
         except ValueError as error:
             raise UserError(f"the {kind} can't be used: {_line(str(error))}") from error
-        if wrong := LLMatcher.validate_grammar(compiled, known):
+        if not _can_be_read(compiled):
+            raise UserError(
+                f"the {kind} can't be used: it takes too much time or memory to read: make it simpler"
+            )
+        if wrong := LLMatcher.validate_grammar(compiled, known, limits=limits):
             raise UserError(f"the {kind} can't be used: {_line(wrong)}")
-        guide = Guide(LLMatcher(known, compiled, log_level=0), vocab)
+        guide = Guide(LLMatcher(known, compiled, log_level=0, limits=limits), vocab)
         guide.allowed()  # a schema that nothing fits is found here
         return guide
 
     return make
+
+
+@functools.lru_cache(maxsize=256)
+def _can_be_read(compiled: str) -> bool:
+    """Returns whether reading a grammar takes little time and memory."""
+    program = Path(__file__).with_name("grammar_check.py")
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-P", str(program), str(READ_SECONDS)],
+            input=compiled, text=True, timeout=WALL_SECONDS, capture_output=True,
+            start_new_session=True,  # Ctrl-C is for the server, which finishes what runs
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return False
+    if ended.returncode > 0:  # not the grammar's doing
+        raise RuntimeError(f"grammar_check.py failed: {ended.stderr}")
+    return ended.stdout == "fine"  # otherwise a limit has ended it
 
 
 def _line(text: str) -> str:

@@ -12,6 +12,8 @@ training), and for `LoraProvider` with or without stored weights, scanned or unr
 - On a mesh of several devices, weights that are stored narrow are whole on each device, and `QtProvider` fails:
   `model.quantization` is for that.
 - Products in `model.hidden`, which our own train step calls, are replaced with `methods=("hidden",)` alone.
+- XLA's CPU backend (JAX 0.10.2) has no product of two matrices of int4, and says so when it compiles. A rule with int4
+  for weights and activations needs a `tile_size` that gives several tiles there. TPUs need none.
 
 Chapters: 25.
 """

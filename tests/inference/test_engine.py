@@ -492,6 +492,44 @@ def test_answers_follow_a_grammar():
     nothing_left(engine)
 
 
+# llguidance would read the first for an hour and gigabytes, and the second for longer.
+MULTIPLE = {"type": "integer", "multipleOf": 99_999_989}
+PATTERNS = {"type": "string", "allOf": [{"pattern": f"a.{{{n}}}b"} for n in range(10, 40)]}
+
+
+@pytest.mark.parametrize("schema", [MULTIPLE, PATTERNS], ids=["multiple", "patterns"])
+def test_a_grammar_that_is_too_much_is_refused(monkeypatch, schema):
+    pytest.importorskip("llguidance")
+    from minitext.data.tokenizer import ByteTokenizer
+    from minitext.inference import structured
+
+    monkeypatch.setattr(structured, "READ_SECONDS", 1)
+    make = structured.guides(ByteTokenizer(), 257, [256])
+    with pytest.raises(UserError, match="takes too much time or memory to read"):
+        make(("json_schema", json.dumps(schema)))
+
+
+def test_a_text_ends_whose_grammar_takes_too_long_for_a_token(monkeypatch):
+    pytest.importorskip("llguidance")
+    from minitext.data.tokenizer import ByteTokenizer
+    from minitext.inference import structured
+
+    cfg = mt.load_config("laptop", [*TINY, "model.vocab=260"]).model
+    make = structured.guides(ByteTokenizer(), cfg.vocab, [256])
+    engine = Engine(cfg, nnx.state(Transformer(cfg, rngs=nnx.Rngs(0))), SMALL, make)
+    plain = Request((4, 5), 20, temperature=0)
+    alone = answer(engine, plain)
+    _, events = ask(engine, Request((4, 5), 20, n=2, temperature=0, grammar=("regex", "[ab]{40}")))
+    _, other = ask(engine, plain)
+    monkeypatch.setattr(structured, "STEP_SECONDS", -1)
+    finish(engine)
+    for sample in range(2):
+        assert tokens_of(events, sample) == ([], "error")
+    assert "takes more than" in events[-1].error
+    assert [tokens_of(other)] == alone
+    nothing_left(engine)
+
+
 @given(st.lists(st.integers(0, 3), max_size=12), st.integers(0, 5))
 def test_prompt_lookup_finds_what_followed_last_time(tokens, most):
     found = prompt_lookup(tokens, most)

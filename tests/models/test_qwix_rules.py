@@ -166,6 +166,21 @@ def test_several_rules_at_once_as_gemma_is_published():
     assert names["blocks/attention/q/w"].dtype == jnp.float32
 
 
+def test_weights_and_activations_of_4_bits_need_tiles_on_a_cpu():
+    """Which is XLA's doing: without the model it fails too."""
+    rule = qwix.QuantizationRule(
+        module_path="blocks/(attention/[qkvo]|ffn/(gate|up|down))",
+        weight_qtype=jnp.int4, act_qtype=jnp.int4, tile_size=16,
+    )  # fmt: skip
+    model = make_model()
+    taken = qwix.quantize_model(model, qwix.PtqProvider([rule]), TOKENS)
+    assert 0 < error(call(taken), call(model)) < 0.3
+    x_XD, w_DF = jnp.ones((8, 32), jnp.int4), jnp.ones((32, 64), jnp.int4)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="custom element sizes"):
+        jax.jit(lambda x, w: jnp.matmul(x, w, preferred_element_type=jnp.int32))(x_XD, w_DF)
+        pytest.fail("this version has the product: take the limit out of qwix_rules.py")
+
+
 @pytest.mark.audit
 @pytest.mark.parametrize("apart", [False, True], ids=["stacked", "layer by layer"])
 def test_a_quantized_model_continues_from_a_cache(apart):
