@@ -949,6 +949,9 @@ ROPE_KEYS: dict[str, tuple[tuple[str, str, type, Any], ...]] = {
 }
 _WITH_LENGTH = ("llama3", "yarn", "longrope")
 _ORIGINAL = "original_max_position_embeddings"
+_ROUNDED = (
+    "transformers takes truncate=true, whatever it says, where each type of layer has its own"
+)
 
 
 @dataclass(frozen=True)
@@ -1050,6 +1053,8 @@ class TypedRope:
         for key, value in source.take("rope_scaling", dict, {}).items():
             if given["full_attention"].setdefault(key, value) != value:
                 raise source.refuse("rope_scaling", f"rope_parameters has another {key}")
+        if any(found.get("truncate") is False for found in given.values()):
+            raise source.refuse("rope_parameters", _ROUNDED)
         self._bases(source, given)
         for layer in layers:
             full = layer["type"] == "full_attention"
@@ -1083,6 +1088,8 @@ class TypedRope:
             if not chosen:
                 continue
             parameters, length = rope_parameters(_rotated(chosen), self)
+            if not parameters.get("truncate", True):
+                raise UserError(f"model.rope.truncate=False: {_ROUNDED}")
             values["rope_parameters"][kind] = parameters
             if local and self.local_key:
                 values[self.local_key] = parameters["rope_theta"]

@@ -134,9 +134,9 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def write_run(folder, changes=(), tokenizer=None, *, multiple=1.0):
+def write_run(folder, changes=(), tokenizer=None, *, multiple=1.0, keys=()):
     """A run of random parameters, as training leaves one."""
-    keys = families.config(CONFIG | dict(changes))
+    keys = families.config(CONFIG | dict(changes)) | dict(keys)
     model = families.model_of(keys)
     params = jax.tree.map(lambda x: x * multiple, random_params(model))
     cfg = resolve([("test", keys | {"data.seq_len": 64})])
@@ -145,6 +145,25 @@ def write_run(folder, changes=(), tokenizer=None, *, multiple=1.0):
     with Checkpointer(folder / "checkpoints") as checkpointer:
         checkpointer.save(7, {"params": params}, {}, cfg.model_dump(mode="json"), wait=True)
     return model, params
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma"])  # whose norms multiply by 1 + their scales
+def test_a_factor_on_the_logits_goes_out_in_the_final_norm(tmp_path, name):
+    changes = {"model_type": name, "tie_word_embeddings": True, "head_dim": 8}
+    changes |= {"hidden_act": "gelu_pytorch_tanh"} if name == "gemma" else {}
+    (tmp_path / "run").mkdir()
+    model, params = write_run(tmp_path / "run", changes, keys={"model.logit_scale": 0.3})
+    interchange.export_hf(tmp_path / "run", tmp_path / "out")
+    interchange.import_run(str(tmp_path / "out"), tmp_path / "back")
+    cfg, read, _, _ = run_dir.load_run(tmp_path / "back")
+    assert cfg.model.logit_scale == 1.0
+    tokens_BT = np.arange(40).reshape(2, 20)
+    ours, theirs = (
+        nnx.merge(nnx.graphdef(nnx.eval_shape(lambda c=c: Transformer(c, rngs=nnx.Rngs(0)))), p)
+        for c, p in ((model, params), (cfg.model, read))
+    )
+    want = ours(tokens_BT)
+    np.testing.assert_allclose(theirs(tokens_BT), want, atol=1e-5 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("family", audit_but(["tied", "qwen2"], FAMILIES))
