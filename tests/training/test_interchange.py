@@ -18,7 +18,8 @@ from tokenizers import Tokenizer, processors
 from minitext import files
 from minitext.checkpoint import gguf, leaves
 from minitext.checkpoint.checkpointer import Checkpointer
-from minitext.checkpoint.weights import INDEX, open_weights
+from minitext.checkpoint.stored import Stored
+from minitext.checkpoint.weights import INDEX, Weights, open_weights
 from minitext.config.config import load_config, resolve, to_yaml
 from minitext.data import gguf_tokenizer
 from minitext.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
@@ -132,6 +133,33 @@ FAMILIES = {
     "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rms_norm_eps": 1e-6},
     "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rope_theta": 1e6, "head_dim": 32},
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"attention.sliding_window": 4}, "llama.attention.sliding_window, which isn't read"),
+        ({"rope.scale_linear": 2.0}, "llama.rope.scale_linear, which isn't read"),
+        ({"rope.dimension_count": 4}, "llama.rope.dimension_count=4 in heads of 8"),
+        ({"attention.key_length": 8, "attention.value_length": 6}, "value_length=6 in heads of 8"),
+        ({"attention.head_count": "four"}, "num_attention_heads='four' is not an integer"),
+        ({"rope.freq_base": "far"}, "rope_theta='far' is not a number"),
+    ],
+)  # fmt: skip
+def test_a_gguf_file_of_another_computation_is_refused(more, words):
+    said = {key: CONFIG[name] for name, key in gguf_names.KEYS.items()} | {"vocab_size": 300}
+    said |= {"rope.dimension_count": 8, "pooling_type": 3, "tensor_data_layout": "Meta AI"}
+
+    def read(said):
+        fields = {f"llama.{key}": value for key, value in said.items()}
+        fields["general.architecture"] = "llama"
+        table = {"token_embd.weight": Stored((300, 32), "F32", Path("m.gguf"), 0, 0)}
+        return families.config(gguf_names.config_json(Weights(Path("m.gguf"), table, fields)))
+
+    assert read(said)["model.head_dim"] == 8
+    with pytest.raises(UserError) as error:
+        read(said | more)
+    assert words in str(error.value) and "\n" not in str(error.value)
 
 
 def write_run(folder, changes=(), tokenizer=None, *, multiple=1.0, keys=()):
