@@ -1053,8 +1053,13 @@ class TypedRope:
         for key, value in source.take("rope_scaling", dict, {}).items():
             if given["full_attention"].setdefault(key, value) != value:
                 raise source.refuse("rope_scaling", f"rope_parameters has another {key}")
-        if any(found.get("truncate") is False for found in given.values()):
-            raise source.refuse("rope_parameters", _ROUNDED)
+        where = "rope_parameters" if new else "rope_scaling"
+        for found in given.values():
+            if found.get("truncate") is False:
+                raise source.refuse(where, _ROUNDED)
+            if found.get("rope_type") is None and found.get("type") not in (None, "default"):
+                # Transformers takes the rotary positions of such a file to be plain.
+                raise source.refuse(where, "name its kind rope_type, not type")
         self._bases(source, given)
         for layer in layers:
             full = layer["type"] == "full_attention"

@@ -472,6 +472,7 @@ def test_both_spellings_of_rope(name, old, new):
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         ("gemma3_text", {"rope_parameters": PLAIN}, "rope_parameters"),
         ("olmo3", {"rope_theta": 1e4}, "rope_theta=10000.0"),
+        ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 8.0}}, "rope_type, not type"),
         ("olmo3", {"rope_parameters": {"full_attention": tiny_models.YARN | {"truncate": False}}}, "truncate"),
         ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
         ("gpt_oss", {"num_local_experts": 4, "swiglu_limit": 5.0}, "swiglu_limit=5.0"),
