@@ -635,6 +635,8 @@ class Types:
                 raise source.refuse(
                     "layer_types", f"of {quoted(kind)}, minitext knows {', '.join(self.known)}"
                 )
+            if LIMITS[kind] and not on:
+                raise source.refuse(str(self.switch), f"layer_types names {kind}: set it to true")
             if LIMITS[kind] and not sizes[kind]:
                 raise source.refuse(LIMITS[kind][0], f"layer_types names {kind}: give its length")
             layer |= {"type": kind, "attention.window": None, "attention.chunk": None}

@@ -491,6 +491,7 @@ def test_both_spellings_of_rope(name, old, new):
         ("cohere", {}, "model_type='cohere'"),
         ("gemma3", {}, "gemma3_text"),
         ("gemma", {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window=None"),
         ("cwm", {"rope_theta": 1e4}, "rope_theta=10000.0"),
         ("granite", {"logits_scaling": 0.0}, "logits_scaling=0.0"),
         ("granite", {"residual_multiplier": -1.0}, "residual_scale=-1.0"),
