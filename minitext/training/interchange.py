@@ -244,7 +244,7 @@ def export_hf(
         first = families.family_of(files.read_json(came / "config.json", CONFIG_LIMIT))
     values = families.to_hf(cfg.model, longest_text(cfg, came), first)
     table = families.table(cfg.model, values["model_type"])
-    values |= {"dtype": dtype, "eos_token_id": tokenizer.eod_id}
+    values |= {"dtype": dtype} | _ends_of_texts(came, tokenizer.eod_id)
     params = _with_logit_factor(params, families.logit_factor(cfg.model, values), cfg.model)
     try:
         with files.new_folder(target) as new:
@@ -266,6 +266,19 @@ def export_hf(
         fix = "name a directory where one can be made"
         raise UserError(f"cannot write {target}: {files.explain(error, fix) or error}") from error
     return step
+
+
+def _ends_of_texts(came: Path, eod: int) -> dict[str, Any]:
+    """Returns config.json's ids of the tokens at a text's beginning and end: the tokenizer's and the published ones."""
+    if not (came / "config.json").exists():
+        return {"eos_token_id": eod}
+    said = files.read_json(came / "config.json", CONFIG_LIMIT)
+    ends = said.get("eos_token_id")
+    others = [i for i in (ends if isinstance(ends, list) else [ends]) if isinstance(i, int)]
+    ends = others if eod in others else [eod, *others]
+    values = {"eos_token_id": ends if len(ends) > 1 else ends[0]}
+    begin = said.get("bos_token_id")
+    return values | ({"bos_token_id": begin} if isinstance(begin, int) else {})
 
 
 def _write_shards(folder: Path, table: convert.Table, params: Any, dtype: str, limit: int) -> None:

@@ -22,6 +22,7 @@ from minitext.checkpoint.stored import Stored
 from minitext.checkpoint.weights import INDEX, Weights, open_weights
 from minitext.config.config import load_config, resolve, to_yaml
 from minitext.data import gguf_tokenizer
+from minitext.data.chat import read_chat
 from minitext.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from minitext.errors import UserError
 from minitext.models import convert, families, gguf_names, hf_keys
@@ -133,6 +134,21 @@ FAMILIES = {
     "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rms_norm_eps": 1e-6},
     "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rope_theta": 1e6, "head_dim": 32},
 }  # fmt: skip
+
+
+def test_every_token_that_ends_a_text_goes_out(tmp_path):
+    write_published(tmp_path / "theirs")
+    path = tmp_path / "theirs" / "config.json"
+    path.write_text(json.dumps(CONFIG | {"eos_token_id": [298, 299], "bos_token_id": 7}))
+    for step in ("run", "again"):
+        interchange.import_run(str(path.parent), tmp_path / step)
+        _, _, tokenizer, _ = run_dir.load_run(tmp_path / step)
+        stops = read_chat(tmp_path / step / "published", tokenizer).stops
+        assert stops == {298, 299, tokenizer.eod_id}
+        path = tmp_path / f"{step}-out" / "config.json"
+        interchange.export_hf(tmp_path / step, path.parent)
+        out = json.loads(path.read_text())
+        assert set(out["eos_token_id"]) == stops and out["bos_token_id"] == 7
 
 
 @pytest.mark.parametrize(
