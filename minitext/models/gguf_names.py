@@ -19,9 +19,10 @@ from minitext.checkpoint.stored import Stored
 from minitext.checkpoint.weights import Weights
 from minitext.config.model import ModelConfig
 from minitext.errors import UserError
+from minitext.files import shorten
 from minitext.models import families
 from minitext.models.convert import Row, Table, View
-from minitext.models.hf_keys import differences
+from minitext.models.hf_keys import checked, differences, quoted
 
 TENSORS = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -48,6 +49,10 @@ KEYS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "max_position_embeddings": "context_length",
 }
+# Keys of an architecture that say how wide a head is: they must agree.
+HEADS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+# Its other keys that are read, or that change nothing in what the model computes.
+KNOWN = ("rope.freq_base", "vocab_size", "tensor_data_layout", "pooling_type")
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 DTYPES = {
     "float32": ("F32", 0),
@@ -80,9 +85,22 @@ def config_json(weights: Weights) -> dict[str, Any]:
         if (found := said.get(f"{architecture}.{key}")) is None:
             raise UserError(f"{path} has no {architecture}.{key}: get the file again")
         values[name] = round(found, 12) if isinstance(found, float) else found
-    values["rope_theta"] = float(said.get(f"{architecture}.rope.freq_base", 10_000.0))
-    if (width := said.get(f"{architecture}.attention.key_length")) is not None:
-        values["head_dim"] = width
+    known = {f"{architecture}.{key}" for key in (*KEYS.values(), *HEADS, *KNOWN)}
+    for key in said:
+        if key.startswith(f"{architecture}.") and key not in known:
+            raise UserError(
+                f"{path} has the key {shorten(key)}, which isn't read and may change what the model computes: import "
+                "the model's Hugging Face folder"
+            )
+    values["rope_theta"] = said.get(f"{architecture}.rope.freq_base", 10_000.0)
+    D, N = (checked(name, values[name], int) for name in ("hidden_size", "num_attention_heads"))
+    width = values["head_dim"] = said.get(f"{architecture}.{HEADS[0]}", D // max(N, 1))
+    for key in (f"{architecture}.{name}" for name in HEADS):
+        if str(found := said.get(key, width)) != str(width):
+            raise UserError(
+                f"{path} has {key}={quoted(found)} in heads of {quoted(width)}, and heads of one width that rotate "
+                "whole are read: import the model's Hugging Face folder"
+            )
     table = weights.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
         raise UserError(f"{path} has no token_embd.weight: get the file again")

@@ -635,6 +635,8 @@ class Types:
                 raise source.refuse(
                     "layer_types", f"of {quoted(kind)}, minitext knows {', '.join(self.known)}"
                 )
+            if LIMITS[kind] and not on:
+                raise source.refuse(str(self.switch), f"layer_types names {kind}: set it to true")
             if LIMITS[kind] and not sizes[kind]:
                 raise source.refuse(LIMITS[kind][0], f"layer_types names {kind}: give its length")
             layer |= {"type": kind, "attention.window": None, "attention.chunk": None}
@@ -949,6 +951,9 @@ ROPE_KEYS: dict[str, tuple[tuple[str, str, type, Any], ...]] = {
 }
 _WITH_LENGTH = ("llama3", "yarn", "longrope")
 _ORIGINAL = "original_max_position_embeddings"
+_ROUNDED = (
+    "transformers takes truncate=true, whatever it says, where each type of layer has its own"
+)
 
 
 @dataclass(frozen=True)
@@ -1050,6 +1055,13 @@ class TypedRope:
         for key, value in source.take("rope_scaling", dict, {}).items():
             if given["full_attention"].setdefault(key, value) != value:
                 raise source.refuse("rope_scaling", f"rope_parameters has another {key}")
+        where = "rope_parameters" if new else "rope_scaling"
+        for found in given.values():
+            if found.get("truncate") is False:
+                raise source.refuse(where, _ROUNDED)
+            if found.get("rope_type") is None and found.get("type") not in (None, "default"):
+                # Transformers takes the rotary positions of such a file to be plain.
+                raise source.refuse(where, "name its kind rope_type, not type")
         self._bases(source, given)
         for layer in layers:
             full = layer["type"] == "full_attention"
@@ -1083,6 +1095,8 @@ class TypedRope:
             if not chosen:
                 continue
             parameters, length = rope_parameters(_rotated(chosen), self)
+            if not parameters.get("truncate", True):
+                raise UserError(f"model.rope.truncate=False: {_ROUNDED}")
             values["rope_parameters"][kind] = parameters
             if local and self.local_key:
                 values[self.local_key] = parameters["rope_theta"]

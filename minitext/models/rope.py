@@ -107,7 +107,10 @@ def _ramp(cfg: YarnRopeConfig, half: int) -> np.ndarray:
     if cfg.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * half - 1)
-    return np.clip((np.arange(half) - first) / max(last - first, 1e-3), 0, 1)
+    # At the lengths and bases of no published model the last may come before the first. Transformers and MaxText don't
+    # mind, and this computes what they do.
+    width = last - first or 1e-3
+    return np.clip((np.arange(half) - first) / width, 0, 1)
 
 
 def attention_factor(cfg: RopeConfig) -> float:

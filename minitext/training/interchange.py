@@ -24,6 +24,7 @@ from minitext.checkpoint import gguf, safetensors
 from minitext.checkpoint.checkpointer import Checkpointer
 from minitext.checkpoint.weights import INDEX, SINGLE, Weights, open_weights
 from minitext.config.config import Config, load_config, to_yaml
+from minitext.config.model import ModelConfig
 from minitext.data import gguf_tokenizer
 from minitext.data.chat import read_chat
 from minitext.data.tokenizer import PublishedTokenizer, Tokenizer, read_published
@@ -243,8 +244,8 @@ def export_hf(
         first = families.family_of(files.read_json(came / "config.json", CONFIG_LIMIT))
     values = families.to_hf(cfg.model, longest_text(cfg, came), first)
     table = families.table(cfg.model, values["model_type"])
-    values |= {"dtype": dtype, "eos_token_id": tokenizer.eod_id}
-    params = _with_logit_factor(params, families.logit_factor(cfg.model, values))
+    values |= {"dtype": dtype} | _ends_of_texts(came, tokenizer.eod_id)
+    params = _with_logit_factor(params, families.logit_factor(cfg.model, values), cfg.model)
     try:
         with files.new_folder(target) as new:
             files.write(new / "config.json", json.dumps(values, indent=2))
@@ -265,6 +266,19 @@ def export_hf(
         fix = "name a directory where one can be made"
         raise UserError(f"cannot write {target}: {files.explain(error, fix) or error}") from error
     return step
+
+
+def _ends_of_texts(came: Path, eod: int) -> dict[str, Any]:
+    """Returns config.json's ids of the tokens at a text's beginning and end: the tokenizer's and the published ones."""
+    if not (came / "config.json").exists():
+        return {"eos_token_id": eod}
+    said = files.read_json(came / "config.json", CONFIG_LIMIT)
+    ends = said.get("eos_token_id")
+    others = [i for i in (ends if isinstance(ends, list) else [ends]) if isinstance(i, int)]
+    ends = others if eod in others else [eod, *others]
+    values = {"eos_token_id": ends if len(ends) > 1 else ends[0]}
+    begin = said.get("bos_token_id")
+    return values | ({"bos_token_id": begin} if isinstance(begin, int) else {})
 
 
 def _write_shards(folder: Path, table: convert.Table, params: Any, dtype: str, limit: int) -> None:
@@ -327,7 +341,7 @@ def export_gguf(directory: Path | str, target: Path | str, dtype: str = "float32
         fields["tokenizer.chat_template"] = chat.template
     kind, fields["general.file_type"] = gguf_names.DTYPES[dtype]
     table = gguf_names.renamed(families.table(cfg.model, values["model_type"]), values)
-    params = _with_logit_factor(params, families.logit_factor(cfg.model, values))
+    params = _with_logit_factor(params, families.logit_factor(cfg.model, values), cfg.model)
     tensors = {
         name: (shape, gguf.stored_type(shape, kind))
         for name, shape in convert.tensors(table, params).items()
@@ -374,15 +388,17 @@ def longest_text(cfg: Config, came: Path) -> int:
     return max(cfg.data.seq_len, said) if isinstance(said, int) else cfg.data.seq_len
 
 
-def _with_logit_factor(params: Any, factor: float) -> Any:
+def _with_logit_factor(params: Any, factor: float, model: ModelConfig) -> Any:
     """Returns parameters whose final norm multiplies by the factor that the logits have here and not there."""
     if factor == 1.0:
         return params
     import jax
 
+    one = float(model.norm_offset)  # which the norm adds to its scale
+
     def scaled(path: Any, x: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        return x * factor if name.removesuffix(".value") == "norm.scale" else x
+        return (x + one) * factor - one if name.removesuffix(".value") == "norm.scale" else x
 
     return jax.tree_util.tree_map_with_path(scaled, params)
 

@@ -65,6 +65,7 @@ def yarn(cfg, half):
 
 LLAMA3 = Llama3RopeConfig(factor=8.0, original_length=64)
 YARN = {"factor": 4.0, "original_length": 256, "beta_fast": 8.0, "beta_slow": 1.0}
+REVERSED = {"factor": 4.0, "original_length": 4, "theta": 100.0, "truncate": False}
 LONG = LongRopeConfig(
     short_factor=tuple(1 + 0.1 * i for i in range(8)),
     long_factor=tuple(2.0 + i for i in range(8)),
@@ -86,6 +87,11 @@ CASES = {
         YarnRopeConfig(**YARN, truncate=False, mscale=1.0, mscale_all_dim=0.5),
         yarn(YarnRopeConfig(**YARN, truncate=False), HALF),
         (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1),
+    ),
+    "yarn-reversed": (  # the last stretched pair comes before the first
+        YarnRopeConfig(**REVERSED),
+        yarn(YarnRopeConfig(**REVERSED), HALF),
+        0.1 * math.log(4) + 1,
     ),
     "longrope": (
         LONG,

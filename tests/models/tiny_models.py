@@ -241,6 +241,8 @@ ODD: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "yarn with mscale": ("llama", WIDE | {"rope_parameters": YARN | {"mscale": 0.5, "mscale_all_dim": 0.7}}, {}),
     "yarn with one mscale": ("llama", WIDE | {"rope_parameters": YARN | {"mscale": 0.5}}, {}),
     "yarn with a factor": ("llama", WIDE | {"rope_parameters": YARN | {"attention_factor": 0.7}}, {}),
+    "yarn for texts shorter than a turn": ("llama", WIDE | {
+        "rope_parameters": YARN | {"original_max_position_embeddings": 4, "beta_slow": 1.0, "truncate": False}}, {}),
     "yarn for other lengths": ("llama", WIDE | {"rope_parameters": YARN, "max_position_embeddings": 128}, {}),
     "llama3 with a steep ramp": ("llama", WIDE | {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.5}}, {}),
     "no window": ("mistral", WIDE | {"sliding_window": None}, {}),

@@ -18,9 +18,11 @@ from tokenizers import Tokenizer, processors
 from minitext import files
 from minitext.checkpoint import gguf, leaves
 from minitext.checkpoint.checkpointer import Checkpointer
-from minitext.checkpoint.weights import INDEX, open_weights
+from minitext.checkpoint.stored import Stored
+from minitext.checkpoint.weights import INDEX, Weights, open_weights
 from minitext.config.config import load_config, resolve, to_yaml
 from minitext.data import gguf_tokenizer
+from minitext.data.chat import read_chat
 from minitext.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from minitext.errors import UserError
 from minitext.models import convert, families, gguf_names, hf_keys
@@ -134,9 +136,51 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def write_run(folder, changes=(), tokenizer=None, *, multiple=1.0):
+def test_every_token_that_ends_a_text_goes_out(tmp_path):
+    write_published(tmp_path / "theirs")
+    path = tmp_path / "theirs" / "config.json"
+    path.write_text(json.dumps(CONFIG | {"eos_token_id": [298, 299], "bos_token_id": 7}))
+    for step in ("run", "again"):
+        interchange.import_run(str(path.parent), tmp_path / step)
+        _, _, tokenizer, _ = run_dir.load_run(tmp_path / step)
+        stops = read_chat(tmp_path / step / "published", tokenizer).stops
+        assert stops == {298, 299, tokenizer.eod_id}
+        path = tmp_path / f"{step}-out" / "config.json"
+        interchange.export_hf(tmp_path / step, path.parent)
+        out = json.loads(path.read_text())
+        assert set(out["eos_token_id"]) == stops and out["bos_token_id"] == 7
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"attention.sliding_window": 4}, "llama.attention.sliding_window, which isn't read"),
+        ({"rope.scale_linear": 2.0}, "llama.rope.scale_linear, which isn't read"),
+        ({"rope.dimension_count": 4}, "llama.rope.dimension_count=4 in heads of 8"),
+        ({"attention.key_length": 8, "attention.value_length": 6}, "value_length=6 in heads of 8"),
+        ({"attention.head_count": "four"}, "num_attention_heads='four' is not an integer"),
+        ({"rope.freq_base": "far"}, "rope_theta='far' is not a number"),
+    ],
+)  # fmt: skip
+def test_a_gguf_file_of_another_computation_is_refused(more, words):
+    said = {key: CONFIG[name] for name, key in gguf_names.KEYS.items()} | {"vocab_size": 300}
+    said |= {"rope.dimension_count": 8, "pooling_type": 3, "tensor_data_layout": "Meta AI"}
+
+    def read(said):
+        fields = {f"llama.{key}": value for key, value in said.items()}
+        fields["general.architecture"] = "llama"
+        table = {"token_embd.weight": Stored((300, 32), "F32", Path("m.gguf"), 0, 0)}
+        return families.config(gguf_names.config_json(Weights(Path("m.gguf"), table, fields)))
+
+    assert read(said)["model.head_dim"] == 8
+    with pytest.raises(UserError) as error:
+        read(said | more)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def write_run(folder, changes=(), tokenizer=None, *, multiple=1.0, keys=()):
     """A run of random parameters, as training leaves one."""
-    keys = families.config(CONFIG | dict(changes))
+    keys = families.config(CONFIG | dict(changes)) | dict(keys)
     model = families.model_of(keys)
     params = jax.tree.map(lambda x: x * multiple, random_params(model))
     cfg = resolve([("test", keys | {"data.seq_len": 64})])
@@ -145,6 +189,25 @@ def write_run(folder, changes=(), tokenizer=None, *, multiple=1.0):
     with Checkpointer(folder / "checkpoints") as checkpointer:
         checkpointer.save(7, {"params": params}, {}, cfg.model_dump(mode="json"), wait=True)
     return model, params
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma"])  # whose norms multiply by 1 + their scales
+def test_a_factor_on_the_logits_goes_out_in_the_final_norm(tmp_path, name):
+    changes = {"model_type": name, "tie_word_embeddings": True, "head_dim": 8}
+    changes |= {"hidden_act": "gelu_pytorch_tanh"} if name == "gemma" else {}
+    (tmp_path / "run").mkdir()
+    model, params = write_run(tmp_path / "run", changes, keys={"model.logit_scale": 0.3})
+    interchange.export_hf(tmp_path / "run", tmp_path / "out")
+    interchange.import_run(str(tmp_path / "out"), tmp_path / "back")
+    cfg, read, _, _ = run_dir.load_run(tmp_path / "back")
+    assert cfg.model.logit_scale == 1.0
+    tokens_BT = np.arange(40).reshape(2, 20)
+    ours, theirs = (
+        nnx.merge(nnx.graphdef(nnx.eval_shape(lambda c=c: Transformer(c, rngs=nnx.Rngs(0)))), p)
+        for c, p in ((model, params), (cfg.model, read))
+    )
+    want = ours(tokens_BT)
+    np.testing.assert_allclose(theirs(tokens_BT), want, atol=1e-5 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("family", audit_but(["tied", "qwen2"], FAMILIES))
