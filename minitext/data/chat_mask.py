@@ -1,11 +1,11 @@
 """Conversations as tokens, and which of the tokens the assistant says.
 
 A chat template makes one text of a conversation, and the tokens are those of the whole text. What the assistant says is
-a range of its characters: what the template marks with `{% generation %}`, if it does so. Else the template is asked
-what it writes before an answer, with the words that invite one (`add_generation_prompt`), and what with the answer.
-Both must be beginnings of the whole text, so what is between them is what the model would have had to write itself.
-Of that, the first special token after the words ends the turn and is the last one that counts, as generation stops
-there. A token counts if any of its characters does.
+a range of its characters: what the template marks with `{% generation %}`, if it does so, once it is clear that no
+other message is in the mark. Else the template is asked what it writes before an answer, with the words that invite one
+(`add_generation_prompt`), and what with the answer. Both must be beginnings of the whole text, so what is between them
+is what the model would have had to write itself. Of that, the first special token after the words ends the turn and is
+the last one that counts, as generation stops there. A token counts if any of its characters does.
 
 A template that has no special token after an answer can't teach a model to stop, and is refused.
 
@@ -43,6 +43,21 @@ class Masked(NamedTuple):
 
     ids: np.ndarray
     learned: np.ndarray
+
+
+def _check_marks(conversation: Conversation, text: str, spans: Sequence[tuple[int, int]]) -> None:
+    """Raises Unusable if a mark around an answer has the words of the message before or after it too.
+
+    Those are in the mark and not outside it; what an answer repeats is in both.
+    """
+    edges = [0, *(edge for span in spans for edge in span), len(text)]
+    for number, (turn, (start, end)) in enumerate(zip(conversation.learned, spans, strict=True)):
+        outside = {turn - 1: (edges[2 * number], start), turn + 1: (end, edges[2 * number + 3])}
+        for other, (first, last) in outside.items():
+            if 0 <= other < len(conversation.messages):
+                words = conversation.messages[other]["content"].strip()
+                if words not in text[first:last] and words in text[start:end]:
+                    raise Unusable(MISMARKED, f"message {other + 1} is in the mark of {turn + 1}")
 
 
 class ChatEncoder:
@@ -138,6 +153,8 @@ class ChatEncoder:
             if at < 0:
                 raise Unusable(DROPPED, f"message {turn + 1}")
             ranges.append((start, at + len(words), end))
+        if self._marks:
+            _check_marks(conversation, text, spans)
         return text, ranges
 
     def _masked(
