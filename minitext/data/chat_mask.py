@@ -45,6 +45,19 @@ class Masked(NamedTuple):
     learned: np.ndarray
 
 
+def spelled_specials(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """Returns a pattern of what spells a special token, the longest first."""
+    spellings = sorted(tokenizer.spellings, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
+
+
+def check_spelling(messages: Messages, spelled: re.Pattern[str]) -> None:
+    """Raises Unusable if a message spells a special token, which only a template may write."""
+    for message in messages:
+        if found := spelled.search(message["content"]):
+            raise Unusable(SPELLED, shorten(found[0]))
+
+
 def _check_marks(conversation: Conversation, text: str, spans: Sequence[tuple[int, int]]) -> None:
     """Raises Unusable if a mark around an answer has the words of the message before or after it too.
 
@@ -74,8 +87,7 @@ class ChatEncoder:
         self._marks = "endgeneration" in chat.template
         self._renderer = Renderer()
         self._special = np.array(sorted({*tokenizer.spellings.values(), *chat.stops}))
-        spellings = sorted(tokenizer.spellings, key=len, reverse=True)
-        self._spelled = re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
+        self._spelled = spelled_specials(tokenizer)
         self.turn_ends: set[int] = set()
 
     def encode(self, conversations: Sequence[Conversation]) -> list[Masked | Fault]:
@@ -100,7 +112,7 @@ class ChatEncoder:
         for conversation in conversations:
             rendered = [next(answers) for _ in self._asked(conversation)]
             try:
-                self._check_spelling(conversation.messages)
+                check_spelling(conversation.messages, self._spelled)
                 found.append(self._ranges(conversation, rendered))
             except Unusable as error:
                 found.append(error.fault)
@@ -118,11 +130,6 @@ class ChatEncoder:
         for turn in () if self._marks else conversation.learned:
             yield self._chat.values(messages[:turn])
             yield self._chat.values(messages[: turn + 1], ask=False)
-
-    def _check_spelling(self, messages: Messages) -> None:
-        for message in messages:
-            if found := self._spelled.search(message["content"]):
-                raise Unusable(SPELLED, shorten(found[0]))
 
     def _ranges(
         self, conversation: Conversation, rendered: Sequence[dict[str, Any]]

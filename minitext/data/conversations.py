@@ -263,6 +263,20 @@ def checked(conversation: Conversation) -> Conversation:
       Unusable: if the roles are in the wrong order, an answer is empty, or nothing is learned.
     """
     messages = conversation.messages
+    check_order(messages)
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant" and not _shows(message["content"]):
+            raise Unusable(EMPTY, f"message {number + 1}")
+    if messages and messages[-1]["role"] == "user":
+        messages = messages[:-1]
+    found = conversation._replace(messages=messages)
+    if not found.learned:
+        raise Unusable(NO_TURN)
+    return found
+
+
+def check_order(messages: Messages) -> None:
+    """Raises Unusable unless the user and the assistant speak in turn, perhaps after the system."""
     expected = "user"
     for number, message in enumerate(messages):
         role = message["role"]
@@ -271,15 +285,7 @@ def checked(conversation: Conversation) -> Conversation:
         if role != expected:
             said = f"{role} where {expected} should be, message {number + 1}"
             raise Unusable(ORDER, said if number or role == "system" else f"{role} first")
-        if role == "assistant" and not _shows(message["content"]):
-            raise Unusable(EMPTY, f"message {number + 1}")
         expected = "assistant" if role == "user" else "user"
-    if messages and messages[-1]["role"] == "user":
-        messages = messages[:-1]
-    found = conversation._replace(messages=messages)
-    if not found.learned:
-        raise Unusable(NO_TURN)
-    return found
 
 
 def _shows(text: str) -> bool:

@@ -39,14 +39,16 @@ def reward(name: str) -> Callable[[Reward], Reward]:
 @reward("exact")
 def exact(record: Record, answer: str) -> float:
     """Returns 1 if the answer is the record's `answer`, but for spaces around it."""
-    return float(answer.strip() == str(record["answer"]).strip())
+    return float(answer.strip() == _right(record).strip())
 
 
 @reward("number")
 def number(record: Record, answer: str) -> float:
     """Returns 1 if the last number in the answer equals the last one in the record's `answer`."""
-    found, right = last_number(answer), last_number(str(record["answer"]))
-    return float(found is not None and found == right)
+    found, right = last_number(answer), last_number(_right(record))
+    if right is None:
+        raise ValueError("the record's answer has no number")
+    return float(found == right)
 
 
 @reward("format")
@@ -59,6 +61,13 @@ def matches(_record: Record, answer: str, pattern: str) -> float:
 def shortness(_record: Record, answer: str, characters: str) -> float:
     """Returns minus the length of the answer, in so many characters, and not less than -1: a penalty for length."""
     return -min(len(answer) / float(characters), 1.0)
+
+
+def _right(record: Record) -> str:
+    """Returns the record's answer as text."""
+    if record["answer"] is None:
+        raise ValueError("the record's answer is null")
+    return str(record["answer"])
 
 
 def last_number(text: str) -> float | None:

@@ -19,6 +19,14 @@ def test_answers_are_right_or_wrong(answer, exact, number):
     assert find("number")(record, answer) == number
 
 
+@pytest.mark.parametrize(
+    ("name", "record"), [("exact", {"answer": None}), ("number", {"answer": None}), ("number", {"answer": "two"})]
+)  # fmt: skip
+def test_nothing_is_right_where_the_record_has_no_answer(name, record):
+    with pytest.raises(ValueError, match="the record's answer"):
+        find(name)(record, "None")
+
+
 def test_form_and_length():
     assert find("format")({}, "<a>\nb</a>", "<a>.*</a>") == 1
     assert find("format")({}, "<a>b</a> c", "<a>.*</a>") == 0
