@@ -75,8 +75,8 @@ def open_prompts(cfg: Config, tokenizer: Tokenizer, chat: Chat, split: Split) ->
       split: which part.
 
     Raises:
-      UserError: if the data can't be read, a record has no prompt or one that isn't the user's to answer, or no prompt leaves room
-        for an answer.
+      UserError: if the data can't be read, a record has no prompt or one that can't be answered, or no prompt leaves
+        room for an answer.
     """
     found = _read(cfg.data, spelled_specials(tokenizer))
     if len(found) < 2:

@@ -9,7 +9,10 @@ This file and those of users are imported by processes that only compute rewards
 Chapters: 26.
 """
 
+import contextlib
 import importlib.util
+import inspect
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -68,6 +71,45 @@ def _right(record: Record) -> str:
     if record["answer"] is None:
         raise ValueError("the record's answer is null")
     return str(record["answer"])
+
+
+def check(name: str, function: Reward, argument: str | None) -> None:
+    """Raises UserError if a reward can't be called with what the settings give it.
+
+    Args:
+      name: in the settings.
+      function: what `find` returns of it.
+      argument: from the settings, or None.
+    """
+    more = () if argument is None else (argument,)
+    with contextlib.suppress(ValueError):  # a function of another language may have no signature
+        signature = inspect.signature(function)
+        try:
+            signature.bind({}, "", *more)
+        except TypeError as error:
+            given = "a record and an answer" if not more else "a record, an answer and an argument"
+            raise UserError(
+                f"reward {name} cannot be called with {given} ({error}): "
+                f"{'leave its argument out' if more else 'set its argument'}"
+            ) from None
+    if REWARDS.get(name) is matches:
+        try:
+            re.compile(str(argument))
+        except re.error as error:
+            raise UserError(
+                f"reward {name}: argument={files.shorten(str(argument))} is not a regular expression ({error}): "
+                "correct it"
+            ) from None
+    if REWARDS.get(name) is shortness:
+        try:
+            characters = float(str(argument))
+        except ValueError:
+            characters = 0.0
+        if not 0 < characters < math.inf:
+            raise UserError(
+                f"reward {name}: argument={files.shorten(str(argument))} is not a number of characters: give one "
+                "above 0"
+            )
 
 
 def last_number(text: str) -> float | None:
