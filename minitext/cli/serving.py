@@ -153,6 +153,12 @@ def serve(
         return _serve_artefacts(directories, host, port, api_key, limits, drain_seconds)
     refuse_options(ctx, OF_ARTEFACTS, "on a run")
     directory = directories[0]
+    if served_model_name is not None and not served_model_name.strip():
+        raise UserError("--served-model-name is empty: give a name, or leave it out")
+    if max_model_len == 1:
+        raise UserError(
+            "--max-model-len 1 has no room for a prompt and an answer: choose 2 or more, or 0"
+        )
     listening = http_server.bind(host, port)
     sizes = MeshConfig(data=data_parallel_size, tensor=tensor_parallel_size)
     start(simulate_for(list(sizes.sizes().values()), None))
