@@ -277,9 +277,7 @@ def test_a_tolerance_that_would_pass_or_fail_everything_is_refused(tmp_path, tol
 
 
 def test_inputs_become_arrays_and_names_one_line(tmp_path):
-    (case,) = (
-        cases_of(tmp_path, "CASES = [Case(lambda x, n: x * n, (X, 3), name='a\\nb')]")
-    ).values()
+    (case,), _ = cases_of(tmp_path, "CASES = [Case(right, (X, 3), name='a\\nb')]")
     assert case.inputs[1].shape == () and case.inputs[1] == 3
     assert case.name == "a\\nb"
 
