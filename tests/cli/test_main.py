@@ -131,6 +131,8 @@ def test_doctor_answers_in_json(minitext):
         (["watch", "a", "b"], "argument(s) (b)"),
         (["serve", "/", "--kv-cache-dtype", "a\n"], "is not one of 'auto', 'int8', 'fp8'"),
         (["generate"], "RUN"),
+        (["serve", "/", "--served-model-name", " "], "--served-model-name is empty"),
+        (["serve", "/", "--max-model-len", "1"], "has no room for a prompt and an answer"),
         (["train", ""], "unknown preset ''"),
         (["train", "train.steps"], "train.steps"),
         (["train", "run.name=../../x"], "run.name=../../x is not the name of a folder in run.dir"),
