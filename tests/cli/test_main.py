@@ -167,7 +167,7 @@ def test_doctor_answers_in_json(minitext):
         (["train", "train.steps=[1"], "train.steps=[1 is not YAML (expected ',' or ']', but got the end)"),
         (["train", "optim.kind=adam"], "optim.kind=adam (command line): choose 'adamw', 'sgd',"),
         (["train", "data.mixture=5"], "data.mixture=5 (command line): write a list"),
-        (["train", "model=5"], "model (command line): unknown key"),
+        (["train", "model=5"], "model (command line) is a section of keys: set one of them"),
         (["config", "explain", ""], "'' (command line) is not a key"),
         (["roofline", "model.layers=" + "9" * 20], "choose 100,000 or less"),
         (["optim", "memory", "model.embed=" + "9" * 20], "choose 16,777,216 or less"),
