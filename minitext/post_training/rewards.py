@@ -42,13 +42,13 @@ def reward(name: str) -> Callable[[Reward], Reward]:
 @reward("exact")
 def exact(record: Record, answer: str) -> float:
     """Returns 1 if the answer is the record's `answer`, but for spaces around it."""
-    return float(answer.strip() == _right(record).strip())
+    return float(answer.strip() == right_answer(record).strip())
 
 
 @reward("number")
 def number(record: Record, answer: str) -> float:
     """Returns 1 if the last number in the answer equals the last one in the record's `answer`."""
-    found, right = last_number(answer), last_number(_right(record))
+    found, right = last_number(answer), last_number(right_answer(record))
     if right is None:
         raise ValueError("the record's answer has no number")
     return float(found == right)
@@ -66,7 +66,7 @@ def shortness(_record: Record, answer: str, characters: str) -> float:
     return -min(len(answer) / float(characters), 1.0)
 
 
-def _right(record: Record) -> str:
+def right_answer(record: Record) -> str:
     """Returns the record's answer as text."""
     if record["answer"] is None:
         raise ValueError("the record's answer is null")
