@@ -196,5 +196,5 @@ def _in_one_line(error: Any) -> str:
     if isinstance(error.__cause__, ValidationError):
         problem = error.__cause__.errors()[0]
         said = f"{error.param.opts[0]} {problem['input']}: {rule_of(problem)}"
-    said = " ".join(said.split())
+    said = " ".join(said.split()).rstrip(".")
     return f"{said}: see {error.ctx.command_path if error.ctx else 'minitext'} --help"

@@ -102,6 +102,17 @@ Adapters = Annotated[
 ]
 
 
+def _checked_name(name: str | None, longest: int, directory: Path) -> str:
+    """Returns the model's name, once it is clear that it has one and that its texts have room for an answer."""
+    if name is not None and not name.strip():
+        raise UserError("--served-model-name is empty: give a name, or leave it out")
+    if longest == 1:
+        raise UserError(
+            "--max-model-len 1 has no room for a prompt and an answer: choose 2 or more, or 0"
+        )
+    return name or directory.resolve().name
+
+
 def serve(
     ctx: typer.Context,
     directories: ToServe,
@@ -162,7 +173,7 @@ def serve(
         max_sequences=max_num_seqs, max_waiting=max_queue, cache_tokens=max_tokens_in_flight,
         max_length=max_model_len, speculate=speculate, cache_dtype=kv_cache_dtype,
     )  # fmt: skip
-    name = served_model_name or Path(directory).resolve().name
+    name = _checked_name(served_model_name, max_model_len, Path(directory))
     adapters = _adapters(adapter or [], Path(directory), name)
     served, step = _load(Path(directory), name, options, _mesh(sizes), api_key, adapters)
     with of_slow_work(1.0, "compiling") as told:

@@ -30,6 +30,7 @@ from minitext.config.objective import (
     LanguageModelConfig,
     PPOConfig,
     PreferenceConfig,
+    RolloutConfig,
 )
 from minitext.config.section import Section, choices, setting
 from minitext.errors import UserError, did_you_mean, rule_of
@@ -89,6 +90,14 @@ class Config(Section):
                 f"train.global_batch={self.train.global_batch} rows of data.seq_len={self.data.seq_len} are "
                 f"{tokens:,} tokens, and a step can have {MOST_TOKENS:,}: lower them"
             )
+        if isinstance(self.objective, RolloutConfig):
+            answers = self.objective.answers
+            if (tokens := answers * self.data.seq_len) > MOST_ROLLOUT:
+                yield (
+                    f"objective.prompts={self.objective.prompts} x objective.group={self.objective.group} answers in "
+                    f"rows of data.seq_len={self.data.seq_len} are {tokens:,} tokens, and memory keeps "
+                    f"{MOST_ROLLOUT:,}: lower objective.prompts"
+                )
         first, steps = self.profile.first_step, self.profile.steps
         if first is None and steps != sections.ProfileConfig().steps:
             yield (
@@ -114,6 +123,7 @@ class Config(Section):
 # Of a step. The largest batches have a hundred million. The TPU compiler squares this number in 64 bits, and a little
 # above this limit it overflows and crashes.
 MOST_TOKENS = 3_000_000_000
+MOST_ROLLOUT = 300_000_000  # tokens of answers, of which a host keeps ten arrays
 DEPTH = 4  # names in a key; the longest keys have three
 SHOWN = 12  # problems in a message
 
@@ -181,6 +191,8 @@ def unknown_key(key: str, where: str) -> str:
         return f"{key} ({where}) {ours}"
     if not key.strip(". "):
         return f"{_short(key)!r} ({where}) is not a key: write one such as train.steps"
+    if below := [name for name in layout().keys if name.startswith(f"{key}.")]:
+        return f"{key} ({where}) is a section of keys: set one of them, such as {below[0]}"
     hint = did_you_mean(key, layout().keys) or "; see minitext config show laptop"
     return f"{_short(key)} ({where}): unknown key{hint}"
 
@@ -242,7 +254,11 @@ def load_recipe(
 def _layers(overrides: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
     """Returns the layers of `key=value` strings: files that they name, then the values."""
     pairs = [_split(text) for text in overrides]
-    layers = [(f"file {file}", flatten(_read(file))) for key, file in pairs if key == "config"]
+    layers = [
+        (f"file {file}", flatten(_read(file), where=f"config={shorten(file)}: "))
+        for key, file in pairs
+        if key == "config"
+    ]
     line: dict[str, Any] = {}
     for key, value in pairs:
         if key != "config":
@@ -349,7 +365,9 @@ def _explain(error: Any, known: Mapping[str, Any], origin: Mapping[str, str]) ->
     # In a list, such as data.mixture, name the item and its field; elsewhere the rest is a kind.
     where = ".".join([key, *rest]) if rest and rest[0].isdigit() else key
     rule = rule_of(error)
-    if error["type"] == "extra_forbidden":  # yet a known key: another variant's
+    if error["type"] == "extra_forbidden" and rest:
+        rule = "unknown key"
+    elif error["type"] == "extra_forbidden":  # yet a known key: another variant's
         rule = f"it is a setting of another {key.rpartition('.')[0]}.kind"
     if error["type"] == "value_error":  # of `local_path`, which begins with the value
         return f"{where}={error['ctx']['error']}"
@@ -387,8 +405,13 @@ def _read(file: str) -> Any:
         raise ConfigError([f"config={error}"]) from None
 
 
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Any, prefix: str = "", where: str = "") -> dict[str, Any]:
     """Returns nested mappings as one mapping of dotted keys.
+
+    Args:
+      tree: the mappings.
+      prefix: of the keys.
+      where: what an error about the whole tree begins with, such as `config=a.yml: `.
 
     Raises:
       ConfigError: if `tree` is no mapping, or its mappings are nested deeper than any key, such as one that a YAML
@@ -399,7 +422,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(tree, Mapping):
         if tree is None and not prefix:
             return {}
-        raise ConfigError([f"{_short(tree)} is not a mapping of keys to values"])
+        raise ConfigError([f"{where}{_short(tree)} is not a mapping of keys to values"])
     flat = {}
     for key, value in tree.items():
         dotted = f"{prefix}{key}"

@@ -241,6 +241,11 @@ class _Words:
 
     def flag(self, name: str, value: str | None, depth: int) -> None:
         """Takes a flag of a launcher such as xpk; others than those of the machine and the command are left."""
+        if name in maxtext_model.facts()["defaults"]:
+            said = f"--{name}" if value is None else f"--{name}={files.shorten(value)}"
+            self.notes.append(
+                f"{said} is not read: MaxText's keys have no dashes, as in {name}=VALUE"
+            )
         if value is None:
             return
         value = self.expand(value)
@@ -293,6 +298,10 @@ class _Words:
             return self.take(expanded, depth + 1)
         if re.fullmatch(r"[^\s$]+\.ya?ml", expanded):
             self.config_file(expanded)
+        elif expanded in maxtext_model.facts()["defaults"]:
+            self.notes.append(f"{expanded} has no value: write {expanded}=VALUE")
+        elif expanded.startswith("="):
+            self.notes.append(f"{files.shorten(expanded)} has no key before its value")
 
     def config_file(self, name: str) -> None:
         """Takes a file that the command names: the one on this machine, or else what MaxText's own is known to say."""

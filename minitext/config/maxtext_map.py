@@ -275,9 +275,14 @@ class _Work:
         self.settings |= {
             k: v for k, v in keys.items() if v is not None or _at(defaults, k) is not None
         }
-        self.put(
-            "model.dtype", "float32" if self.text("dtype") == "float32" else "bfloat16", "dtype"
-        )
+        if (dtype := self.text("dtype")) in ("float32", "bfloat16"):
+            self.put("model.dtype", dtype, "dtype")
+        else:
+            self.settings["model.dtype"] = "bfloat16"
+            self.name(
+                f"minitext has bfloat16 and float32, not {dtype[:40]}: model.dtype=bfloat16 is assumed",
+                "dtype",
+            )
         self.put("model.scan_layers", self.truth("scan_layers"), "scan_layers")
         if self.whole("mtp_num_layers"):
             self.notes.append(
@@ -486,15 +491,19 @@ class _Work:
         kind = kinds.get(self.text("opt_type"))
         if kind is None:
             self.name(
-                f"minitext has adamw, sgd, lion and muon, not {self.text('opt_type')[:40]}: adamw is assumed",
+                f"adamw, adam_pax, sgd and muon are read, not {self.text('opt_type')[:40]}: adamw is assumed",
                 "opt_type",
             )
         else:
             self.put("optim.kind", kind, "opt_type")
         steps, schedule = self.whole("steps"), self.whole("learning_rate_schedule_steps")
-        if steps < 1:
+        if (said := steps) < 1:
             steps = schedule if schedule > 0 else 150_001
-        self.put("train.steps", steps, "steps")
+        if said < 1 and said != -1:  # which stands for the schedule's
+            self.settings["train.steps"] = steps
+            self.name(f"{said} is no number of steps: {steps:,} are assumed", "steps")
+        else:
+            self.put("train.steps", steps, "steps")
         self.put("train.save_every", max(1, self.whole("checkpoint_period")), "checkpoint_period")
         length = schedule if schedule > 0 else steps
         if 0 < schedule != steps:

@@ -64,7 +64,9 @@ class RolloutConfig(Section):
     prompts: int = setting(32, "prompts that are answered with the same parameters", ge=1)
     group: int = setting(8, "answers to each prompt", ge=1, le=128)
     iterations: int = setting(1, "times that all these answers are trained on", ge=1)
-    temperature: float = setting(1.0, "divides the logits, in answering and in training", gt=0)
+    temperature: float = setting(
+        1.0, "divides the logits, in answering and in training", ge=1e-3, le=1e3
+    )
     max_tokens: int = setting(64, "tokens of an answer, its end included", ge=1)
     overlong: int = setting(
         0, "last of these tokens, over which a penalty grows to 1 (DAPO); 0: none", ge=0

@@ -1,11 +1,11 @@
 """Conversations as tokens, and which of the tokens the assistant says.
 
 A chat template makes one text of a conversation, and the tokens are those of the whole text. What the assistant says is
-a range of its characters: what the template marks with `{% generation %}`, if it does so. Else the template is asked
-what it writes before an answer, with the words that invite one (`add_generation_prompt`), and what with the answer.
-Both must be beginnings of the whole text, so what is between them is what the model would have had to write itself.
-Of that, the first special token after the words ends the turn and is the last one that counts, as generation stops
-there. A token counts if any of its characters does.
+a range of its characters: what the template marks with `{% generation %}`, if it does so, once it is clear that no
+other message is in the mark. Else the template is asked what it writes before an answer, with the words that invite one
+(`add_generation_prompt`), and what with the answer. Both must be beginnings of the whole text, so what is between them
+is what the model would have had to write itself. Of that, the first special token after the words ends the turn and is
+the last one that counts, as generation stops there. A token counts if any of its characters does.
 
 A template that has no special token after an answer can't teach a model to stop, and is refused.
 
@@ -45,6 +45,34 @@ class Masked(NamedTuple):
     learned: np.ndarray
 
 
+def spelled_specials(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """Returns a pattern of what spells a special token, the longest first."""
+    spellings = sorted(tokenizer.spellings, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
+
+
+def check_spelling(messages: Messages, spelled: re.Pattern[str]) -> None:
+    """Raises Unusable if a message spells a special token, which only a template may write."""
+    for message in messages:
+        if found := spelled.search(message["content"]):
+            raise Unusable(SPELLED, shorten(found[0]))
+
+
+def _check_marks(conversation: Conversation, text: str, spans: Sequence[tuple[int, int]]) -> None:
+    """Raises Unusable if a mark around an answer has the words of the message before or after it too.
+
+    Those are in the mark and not outside it; what an answer repeats is in both.
+    """
+    edges = [0, *(edge for span in spans for edge in span), len(text)]
+    for number, (turn, (start, end)) in enumerate(zip(conversation.learned, spans, strict=True)):
+        outside = {turn - 1: (edges[2 * number], start), turn + 1: (end, edges[2 * number + 3])}
+        for other, (first, last) in outside.items():
+            if 0 <= other < len(conversation.messages):
+                words = conversation.messages[other]["content"].strip()
+                if words not in text[first:last] and words in text[start:end]:
+                    raise Unusable(MISMARKED, f"message {other + 1} is in the mark of {turn + 1}")
+
+
 class ChatEncoder:
     """Makes tokens and masks of conversations, by one template and one tokenizer.
 
@@ -59,8 +87,7 @@ class ChatEncoder:
         self._marks = "endgeneration" in chat.template
         self._renderer = Renderer()
         self._special = np.array(sorted({*tokenizer.spellings.values(), *chat.stops}))
-        spellings = sorted(tokenizer.spellings, key=len, reverse=True)
-        self._spelled = re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
+        self._spelled = spelled_specials(tokenizer)
         self.turn_ends: set[int] = set()
 
     def encode(self, conversations: Sequence[Conversation]) -> list[Masked | Fault]:
@@ -85,7 +112,7 @@ class ChatEncoder:
         for conversation in conversations:
             rendered = [next(answers) for _ in self._asked(conversation)]
             try:
-                self._check_spelling(conversation.messages)
+                check_spelling(conversation.messages, self._spelled)
                 found.append(self._ranges(conversation, rendered))
             except Unusable as error:
                 found.append(error.fault)
@@ -103,11 +130,6 @@ class ChatEncoder:
         for turn in () if self._marks else conversation.learned:
             yield self._chat.values(messages[:turn])
             yield self._chat.values(messages[: turn + 1], ask=False)
-
-    def _check_spelling(self, messages: Messages) -> None:
-        for message in messages:
-            if found := self._spelled.search(message["content"]):
-                raise Unusable(SPELLED, shorten(found[0]))
 
     def _ranges(
         self, conversation: Conversation, rendered: Sequence[dict[str, Any]]
@@ -138,6 +160,8 @@ class ChatEncoder:
             if at < 0:
                 raise Unusable(DROPPED, f"message {turn + 1}")
             ranges.append((start, at + len(words), end))
+        if self._marks:
+            _check_marks(conversation, text, spans)
         return text, ranges
 
     def _masked(

@@ -35,6 +35,9 @@ AT_ONCE, CHARACTERS = (
 )  # records in memory with their texts and tokens: whichever comes first
 
 
+RULES = 2  # raised when other records or tokens count, so that no entry of older rules is used
+
+
 @dataclass(frozen=True)
 class ConversationFile:
     """The tokens of a source of conversations.
@@ -79,7 +82,7 @@ def open_conversation_file(cfg: DataConfig, tokenizer: Tokenizer, chat: Chat) ->
       UserError: the source can't be read, has nothing to train on, or the cache can't be written.
     """
     key = fingerprint(
-        cfg.source, sources.identity(cfg), fingerprint(tokenizer.to_json()), chat.template, chat.special,
+        RULES, cfg.source, sources.identity(cfg), fingerprint(tokenizer.to_json()), chat.template, chat.special,
         sorted(chat.stops),
     )  # fmt: skip
     path = cache_dir() / f"conversations-{key}"

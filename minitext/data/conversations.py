@@ -9,13 +9,17 @@
 | `chosen` and `rejected`: whole conversations, as lists or as hh-rlhf's texts with `Human:` and `Assistant:` | a pair |
 
 What is wrong with a whole file is refused with its line: broken JSON, or a record of no known schema. What is wrong
-with one conversation is counted, reported with the first example, and never trained on: see `Fault`. Other keys of a
-record or of a message are not looked at.
+with one conversation is counted, reported with the first example, and never trained on: see `Fault`.
+
+A `system` text beside them goes before the first message. `tools` of a record, and `tool_calls` or a `weight` other
+than 1 of a message, would change what is to be learned, so these records are counted as faults, and so are completions
+with `label: false`. Other keys of a record or of a message are not looked at.
 
 Chapters: 26.
 """
 
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -39,6 +43,9 @@ NO_TURN = "no turn of the assistant's"
 EMPTY = "an empty answer"
 ALIKE = "equal answers, chosen and rejected"
 APART = "chosen and rejected conversations that have no question in common"
+TOOLS = "tools or calls of them, which are not rendered"
+WEIGHED = "a weight on a turn, which is not applied"
+BAD = "a completion labelled as one to avoid"
 
 
 class Fault(NamedTuple):
@@ -119,10 +126,16 @@ def conversation_of(record: dict[str, Any], where: str) -> Conversation:
       Unusable: if it has a fault.
       UserError: if the record has no known schema.
     """
-    if (turns := record.get("messages", record.get("conversations"))) is not None:
-        return checked(Conversation(messages_of(turns)))
+    _check_tools(record)
+    turns = record.get("messages")
+    if turns is None:
+        turns = record.get("conversations")
+    if turns is not None:
+        return checked(Conversation(_with_system(record, messages_of(turns))))
     if "prompt" in record and "completion" in record:
-        prompt = _as_messages(record["prompt"], "user")
+        if record.get("label") is False:
+            raise Unusable(BAD)
+        prompt = _with_system(record, _as_messages(record["prompt"], "user"))
         return checked(
             Conversation(prompt + _as_messages(record["completion"], "assistant"), len(prompt))
         )
@@ -146,7 +159,8 @@ def pair_of(record: dict[str, Any], where: str) -> Pair:
         raise UserError(
             f"{where}: {_keys(record)}: a pair has chosen and rejected, and perhaps prompt"
         )
-    chosen, rejected = (_whole(record, key) for key in ("chosen", "rejected"))
+    _check_tools(record)
+    chosen, rejected = (_with_system(record, _whole(record, key)) for key in ("chosen", "rejected"))
     if _stripped(chosen) == _stripped(rejected):
         raise Unusable(ALIKE)
     common = 0
@@ -170,9 +184,11 @@ def _whole(record: dict[str, Any], key: str) -> Messages:
     if isinstance(answer, str):
         if prompt is not None:
             return _as_messages(prompt, "user") + _as_messages(answer, "assistant")
-        _, *pieces = SPEAKER.split("\n\n" + _text(answer).lstrip())
+        before, *pieces = SPEAKER.split("\n\n" + _text(answer).lstrip())
         if not pieces:
             raise Unusable(NO_TURN, f"{key} is a text, without a prompt")
+        if before.strip():
+            raise Unusable(ORDER, f"{key} has text before the first speaker")
         roles = {"Human": "user", "Assistant": "assistant"}
         turns = zip(pieces[::2], pieces[1::2], strict=True)
         return tuple({"role": roles[who], "content": text} for who, text in turns)
@@ -182,6 +198,19 @@ def _whole(record: dict[str, Any], key: str) -> Messages:
     ):  # whole although there is a prompt
         return turns
     return _as_messages(prompt, "user") + turns
+
+
+def _check_tools(record: dict[str, Any]) -> None:
+    if record.get("tools") not in (None, "", [], "[]"):
+        raise Unusable(TOOLS, "tools")
+
+
+def _with_system(record: dict[str, Any], messages: Messages) -> Messages:
+    """Returns messages with the record's `system` text before them, unless they begin with one of their own."""
+    system = record.get("system")
+    if system in (None, "") or (messages and messages[0]["role"] == "system"):
+        return messages
+    return ({"role": "system", "content": _text(system)}, *messages)
 
 
 def _as_messages(value: Any, role: str) -> Messages:
@@ -195,7 +224,8 @@ def messages_of(turns: Any) -> Messages:
     """Returns a list of messages, with the field's names for roles.
 
     Raises:
-      Unusable: if it's no list of messages, a role is unknown, or a content is no text.
+      Unusable: if it's no list of messages, a role is unknown, a content is no text, or a message calls a tool or has a
+        weight.
     """
     if not isinstance(turns, list) or not turns:
         raise Unusable(NO_TURN, "" if isinstance(turns, list) else "it has no list of messages")
@@ -206,6 +236,10 @@ def messages_of(turns: Any) -> Messages:
         role = turn.get("role", turn.get("from"))
         if not isinstance(role, str) or role not in ROLES:
             raise Unusable(ORDER, f"unknown role {shorten(str(role))}")
+        if calls := [key for key in ("tool_calls", "function_call") if turn.get(key)]:
+            raise Unusable(TOOLS, calls[0])
+        if turn.get("weight") not in (None, 1):
+            raise Unusable(WEIGHED, f"weight {shorten(str(turn['weight']))}")
         found.append(
             {"role": ROLES[role], "content": _text(turn.get("content", turn.get("value")))}
         )
@@ -229,6 +263,20 @@ def checked(conversation: Conversation) -> Conversation:
       Unusable: if the roles are in the wrong order, an answer is empty, or nothing is learned.
     """
     messages = conversation.messages
+    check_order(messages)
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant" and not _shows(message["content"]):
+            raise Unusable(EMPTY, f"message {number + 1}")
+    if messages and messages[-1]["role"] == "user":
+        messages = messages[:-1]
+    found = conversation._replace(messages=messages)
+    if not found.learned:
+        raise Unusable(NO_TURN)
+    return found
+
+
+def check_order(messages: Messages) -> None:
+    """Raises Unusable unless the user and the assistant speak in turn, perhaps after the system."""
     expected = "user"
     for number, message in enumerate(messages):
         role = message["role"]
@@ -237,15 +285,15 @@ def checked(conversation: Conversation) -> Conversation:
         if role != expected:
             said = f"{role} where {expected} should be, message {number + 1}"
             raise Unusable(ORDER, said if number or role == "system" else f"{role} first")
-        if role == "assistant" and not message["content"].strip():
-            raise Unusable(EMPTY, f"message {number + 1}")
         expected = "assistant" if role == "user" else "user"
-    if messages and messages[-1]["role"] == "user":
-        messages = messages[:-1]
-    found = conversation._replace(messages=messages)
-    if not found.learned:
-        raise Unusable(NO_TURN)
-    return found
+
+
+def _shows(text: str) -> bool:
+    """Whether a text has more than white space, control characters and marks of no width."""
+    return any(
+        not character.isspace() and unicodedata.category(character) not in ("Cc", "Cf")
+        for character in text
+    )
 
 
 def sample(cfg: DataConfig, size: float = sources.SAMPLE_BYTES) -> Iterator[str]:

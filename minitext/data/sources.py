@@ -15,6 +15,7 @@ from minitext.config.data import CHATS, DataConfig
 from minitext.data import text_files
 from minitext.errors import UserError
 
+BUILDERS = ("json", "parquet", "csv", "text", "arrow")  # of `datasets`, which read files
 SAVED = ("dataset_dict.json", "state.json")  # in a folder that save_to_disk made
 SAMPLE_BYTES = 16 << 20  # what a BPE tokenizer is trained on
 
@@ -216,7 +217,8 @@ def open_hf(cfg: DataConfig) -> Any:
         if not given["data_files"]:
             raise UserError(f"data.path={cfg.path} does not exist: set it to a file or a glob")
     assert cfg.hf_name, "checked by the config"
-    if not cfg.path and not os.path.exists(cfg.hf_name):
+    builds = cfg.path and cfg.hf_name in BUILDERS  # from the files, not of the Hub
+    if not builds and not os.path.exists(cfg.hf_name):
         _check_hub(cfg.hf_name)
     try:
         if any((Path(cfg.hf_name) / name).is_file() for name in SAVED):

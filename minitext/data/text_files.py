@@ -9,12 +9,13 @@ Chapters: 7.
 """
 
 import codecs
+import collections
 import glob
 import json
 import os
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,12 +126,15 @@ def read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
     """Yields the records of a .jsonl or .parquet file, each with where it is, such as `a.jsonl:7`.
 
     Raises:
-        UserError: the file can't be read, or has a line that isn't a JSON object of at most 64 MiB.
+        UserError: the file can't be read, or has a line that isn't a JSON object of at most 64 MiB, each key once.
     """
-    yield from (_jsonl_records if path.suffix == ".jsonl" else _parquet_records)(path)
+    yield from _jsonl_records(path, _object) if path.suffix == ".jsonl" else _parquet_records(path)
 
 
-def _jsonl_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+def _jsonl_records(
+    path: Path, make: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yields the records; `make` makes an object of its keys and values, which takes half as long again."""
     offset, number = 0, 0
     with files.open_file(path) as file:
         while line := file.readline(LINE_BYTES + 1):
@@ -145,15 +149,27 @@ def _jsonl_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
             if not text.strip():
                 continue
             try:
-                row = json.loads(text)
+                row = json.loads(text, object_pairs_hook=make)
             except (ValueError, RecursionError) as error:
                 reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
                 if isinstance(error, json.JSONDecodeError):
                     reason = f"{error.msg}, column {error.colno}"
                 raise UserError(f"{where} is not a JSON object ({reason}): correct it") from error
+            if isinstance(row, list):
+                raise UserError(f"{where} is a JSON list: write each record in a line of its own")
             if not isinstance(row, dict):
                 raise UserError(f"{where} is not a JSON object: write one such as {EXAMPLE}")
             yield row, where
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a JSON object; Python's own would take the last of two values of a key."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = collections.Counter(key for key, _ in pairs)
+        twice = files.shorten(counts.most_common(1)[0][0])
+        raise ValueError(f"the key {twice} is there twice")
+    return found
 
 
 def _parquet_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:

@@ -440,9 +440,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
         return BPETokenizer(Tokenizer.from_str(json.dumps(saved["bpe"])))
     except OSError as error:
-        raise UserError(f"cannot read the tokenizer {path}: {error.strerror}") from error
+        raise UserError(
+            f"cannot read the tokenizer {path}: {error.strerror}: copy it again, or the whole run"
+        ) from error
     except Exception as error:  # `tokenizers` raises a bare Exception for unknown JSON
-        raise UserError(f"{path} is not a tokenizer saved by minitext: {error}") from error
+        raise UserError(
+            f"{path} is not a tokenizer saved by minitext ({files.shorten(str(error))}): copy it again"
+        ) from error
 
 
 def _utf8(text: str) -> bytes:

@@ -74,7 +74,9 @@ def text_functions(cfg: ModelConfig, params: Any) -> tuple[dict[str, Function], 
         real_BT = (jnp.arange(T) < lengths_B1).astype(jnp.int32)
         x_BTD, new, _ = model.hidden(tokens_BT, positions_BT, real_BT, empty(B, 0))
         last_B1D = jnp.take_along_axis(x_BTD, lengths_B1[:, :, None] - 1, axis=1)
-        return outputs(model, last_B1D, cache_of(inputs, jnp.int32(0)).append(new))
+        # Of what isn't attended to, decode still multiplies values by 0, and NaN would stay NaN.
+        blank = {name: jnp.zeros_like(inputs[name]) for name in caches}
+        return outputs(model, last_B1D, cache_of(blank, jnp.int32(0)).append(new))
 
     def decode(weights: Any, inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
         model, cache = model_of(weights), cache_of(inputs, inputs["lengths"])

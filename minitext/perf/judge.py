@@ -41,6 +41,7 @@ Chapters: 16.
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import selectors
 import signal
@@ -283,7 +284,8 @@ def _lines(
                 yield from (json.loads(line) for line in lines)
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"{shown} took more than {seconds:g} s: choose smaller inputs, or raise --seconds"
+                    f"{shown} took more than {seconds:g} s: look for a loop or a wait that never ends, choose smaller "
+                    "inputs, or raise --seconds"
                 )
             used = 0
             try:
@@ -383,14 +385,23 @@ def _complete(case: Any, number: int, path: str, names: dict[str, int]) -> Case:
     shown = f"{files.shorten(path)}: CASES[{number}]"
     if not isinstance(case, Case) or not callable(case.fn) or not isinstance(case.inputs, tuple):
         raise UserError(f"{shown} is not a Case(fn, (input, ...), reference): {_CONVENTION}")
+    tolerance = case.tolerance
+    if tolerance is not None and not (
+        isinstance(tolerance, (int, float)) and 0 <= tolerance < math.inf
+    ):
+        raise UserError(f"{shown} has tolerance={tolerance!r:.40}: give a number of at least 0")
     for leaf in jax.tree.leaves(case.inputs):
         if not hasattr(leaf, "__array__") and not isinstance(leaf, (int, float, bool)):
             raise UserError(
                 f"{shown} has an input of type {type(leaf).__name__}: give arrays, which the simulator can compute with"
             )
-    name = case.name or getattr(case.fn, "__name__", "kernel")
+    name = files.shorten(str(case.name or getattr(case.fn, "__name__", "kernel")))
     names[name] = names.get(name, 0) + 1
-    return case._replace(name=name if names[name] == 1 else f"{name} {names[name]}")
+    # A number becomes an array, which has the shape and type that the compiler asks for.
+    inputs = jax.tree.map(
+        lambda leaf: leaf if hasattr(leaf, "__array__") else jax.numpy.asarray(leaf), case.inputs
+    )
+    return case._replace(name=name if names[name] == 1 else f"{name} {names[name]}", inputs=inputs)
 
 
 def locate(error: BaseException, path: str) -> str:
@@ -423,7 +434,7 @@ def simulate_case(case: Case, path: str) -> Iterator[Check]:
         return
     outputs, kernels = runs[0]
     if not kernels:
-        why = "no Pallas kernel ran: does it pass interpret=True, or call none?"
+        why = "no Pallas kernel ran: does it pass interpret=True, have a grid of 0 steps, or call none?"
         yield Check(case.name, "runs", False, why)
         return
     yield Check(case.name, "runs", True, f"{kernels} kernel call{'s' * (kernels > 1)}")

@@ -9,7 +9,9 @@ Chapters: 26.
 
 import contextlib
 import functools
+import json
 import logging
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +20,9 @@ import numpy as np
 from minitext.config.config import Config
 from minitext.config.data import DataConfig
 from minitext.data.chat import Chat, Renderer
+from minitext.data.chat_mask import check_spelling, spelled_specials
 from minitext.data.conversation_file import AT_ONCE, named
-from minitext.data.conversations import Unusable, messages_of, records
+from minitext.data.conversations import ORDER, Unusable, check_order, messages_of, records
 from minitext.data.placement import Split
 from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
@@ -72,9 +75,10 @@ def open_prompts(cfg: Config, tokenizer: Tokenizer, chat: Chat, split: Split) ->
       split: which part.
 
     Raises:
-      UserError: if the data can't be read, a record has no prompt, or no prompt leaves room for an answer.
+      UserError: if the data can't be read, a record has no prompt or one that can't be answered, or no prompt leaves
+        room for an answer.
     """
-    found = _read(cfg.data)
+    found = _read(cfg.data, spelled_specials(tokenizer))
     if len(found) < 2:
         raise UserError(
             f"{named(cfg.data)} has {len(found)} prompts: give two or more, since some are held out"
@@ -98,7 +102,7 @@ def open_prompts(cfg: Config, tokenizer: Tokenizer, chat: Chat, split: Split) ->
     return Prompts(kept_records, [tokens[i] for i in kept], cfg.data.seed, digest)
 
 
-def _read(cfg: DataConfig) -> list[tuple[Record, Any]]:
+def _read(cfg: DataConfig, spelled: re.Pattern[str]) -> list[tuple[Record, Any]]:
     """Returns the records with their messages."""
     found = []
     for record, where in records(cfg):
@@ -108,13 +112,33 @@ def _read(cfg: DataConfig) -> list[tuple[Record, Any]]:
         prompt = record["prompt"]
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
-            found.append((record, messages_of(turns)))
+            messages = messages_of(turns)
+            check_order(messages)
+            if messages[-1]["role"] != "user":
+                raise Unusable(
+                    ORDER, f"{messages[-1]['role']} last, which leaves nothing to answer"
+                )
+            check_spelling(messages, spelled)
+            _check_values(record, where)
+            found.append((record, messages))
         except Unusable as error:
             kind, detail = error.fault
-            raise UserError(f"{where}: its prompt has {kind} {detail}".rstrip()) from None
+            more = f" ({detail})" if detail else ""
+            raise UserError(f"{where}: its prompt has {kind}{more}: correct it") from None
         if len(found) > MOST:
             raise UserError(f"{named(cfg)} has more than {MOST:,} prompts: divide it")
     return found
+
+
+def _check_values(record: Record, where: str) -> None:
+    """Raises UserError for what can't be given to the processes that compute rewards, such as a column of dates."""
+    for key, value in record.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{where}: {shorten(key)} cannot be given to a reward ({error}): leave this key out, or make it a text"
+            ) from None
 
 
 def _tokens(conversations: list[Any], tokenizer: Tokenizer, chat: Chat) -> list[tuple[int, ...]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from minitext.config.config import Config, flatten, load_recipe
+from minitext.config.data import CHATS
 from minitext.data.batches import make_batches
 from minitext.data.chat import open_template
 from minitext.data.preview import Preview, with_kind
@@ -74,6 +75,11 @@ def new_config(run: Path | str, recipe: str, words: Sequence[str]) -> Config:
     # A number of steps is enough to say how long; then the recipe's epochs are no limit.
     limit = ["data.epochs=null"] if "train.steps" in given and "data.epochs" not in given else []
     cfg = load_recipe(recipe, [*limit, *words], start, f"run {run}")
+    if cfg.data.source in CHATS and cfg.data.tokenizer != theirs.data.tokenizer:
+        raise UserError(
+            f"data.tokenizer={cfg.data.tokenizer} would have no effect, since conversations are read with the "
+            f"tokenizer of {run}: leave it out"
+        )
     key = "optim.learning_rate"
     if cfg.model.lora.rank and cfg.provenance(key) == f"recipe {recipe}":
         return cfg.replace({key: ADAPTERS_RATE * cfg.optim.learning_rate})

@@ -190,6 +190,8 @@ def serve() -> None:
     named = json.loads(sys.argv[4])
     try:
         functions = [(name, rewards.find(name), argument) for name, argument in named]
+        for each in functions:
+            rewards.check(*each)
     except UserError as error:
         say({"refused": str(error)})
         return

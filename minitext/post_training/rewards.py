@@ -9,7 +9,10 @@ This file and those of users are imported by processes that only compute rewards
 Chapters: 26.
 """
 
+import contextlib
 import importlib.util
+import inspect
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -39,14 +42,16 @@ def reward(name: str) -> Callable[[Reward], Reward]:
 @reward("exact")
 def exact(record: Record, answer: str) -> float:
     """Returns 1 if the answer is the record's `answer`, but for spaces around it."""
-    return float(answer.strip() == str(record["answer"]).strip())
+    return float(answer.strip() == right_answer(record).strip())
 
 
 @reward("number")
 def number(record: Record, answer: str) -> float:
     """Returns 1 if the last number in the answer equals the last one in the record's `answer`."""
-    found, right = last_number(answer), last_number(str(record["answer"]))
-    return float(found is not None and found == right)
+    found, right = last_number(answer), last_number(right_answer(record))
+    if right is None:
+        raise ValueError("the record's answer has no number")
+    return float(found == right)
 
 
 @reward("format")
@@ -59,6 +64,52 @@ def matches(_record: Record, answer: str, pattern: str) -> float:
 def shortness(_record: Record, answer: str, characters: str) -> float:
     """Returns minus the length of the answer, in so many characters, and not less than -1: a penalty for length."""
     return -min(len(answer) / float(characters), 1.0)
+
+
+def right_answer(record: Record) -> str:
+    """Returns the record's answer as text."""
+    if record["answer"] is None:
+        raise ValueError("the record's answer is null")
+    return str(record["answer"])
+
+
+def check(name: str, function: Reward, argument: str | None) -> None:
+    """Raises UserError if a reward can't be called with what the settings give it.
+
+    Args:
+      name: in the settings.
+      function: what `find` returns of it.
+      argument: from the settings, or None.
+    """
+    more = () if argument is None else (argument,)
+    with contextlib.suppress(ValueError):  # a function of another language may have no signature
+        signature = inspect.signature(function)
+        try:
+            signature.bind({}, "", *more)
+        except TypeError as error:
+            given = "a record and an answer" if not more else "a record, an answer and an argument"
+            raise UserError(
+                f"reward {name} cannot be called with {given} ({error}): "
+                f"{'leave its argument out' if more else 'set its argument'}"
+            ) from None
+    if REWARDS.get(name) is matches:
+        try:
+            re.compile(str(argument))
+        except re.error as error:
+            raise UserError(
+                f"reward {name}: argument={files.shorten(str(argument))} is not a regular expression ({error}): "
+                "correct it"
+            ) from None
+    if REWARDS.get(name) is shortness:
+        try:
+            characters = float(str(argument))
+        except ValueError:
+            characters = 0.0
+        if not 0 < characters < math.inf:
+            raise UserError(
+                f"reward {name}: argument={files.shorten(str(argument))} is not a number of characters: give one "
+                "above 0"
+            )
 
 
 def last_number(text: str) -> float | None:

@@ -181,7 +181,12 @@ def published_tokenizer(cfg: Config) -> Tokenizer | None:
       UserError: if it can't be read, or has more ids than the model.
     """
     source = cfg.checkpoint.load_full_state or cfg.checkpoint.load_parameters
-    if not source or not (path := Path(source) / TOKENIZER).exists():
+    if not source:
+        return None
+    path = Path(source) / TOKENIZER
+    # A run has one; without it, conversations would be read with another.
+    lost = cfg.data.source in CHATS and (Path(source) / CONFIG).exists()
+    if not path.exists() and not lost:
         return None
     tokenizer = load_tokenizer(path)
     if not isinstance(tokenizer, PublishedTokenizer) and cfg.data.source not in CHATS:

@@ -98,6 +98,15 @@ def test_unknown_names_get_a_suggestion():
     assert "did you mean optim.learning_rate" in problems("learning_rte=3")[0]
 
 
+def test_a_section_without_keys_is_called_one(tmp_path):
+    (tmp_path / "a.yml").write_text("train: 5\n")
+    (line,) = problems(f"config={tmp_path}/a.yml")
+    assert "train (file" in line and "is a section of keys: set one of them, such as train." in line
+    (tmp_path / "a.yml").write_text("[5]\n")
+    (line,) = problems(f"config={tmp_path}/a.yml")
+    assert line == f"config={tmp_path}/a.yml: [5] is not a mapping of keys to values"
+
+
 def test_all_problems_are_reported_together():
     found = problems(
         "model.embed=100", "model.heads=3", "train.microbatches=5", "data.source=files"

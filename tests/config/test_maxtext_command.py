@@ -49,6 +49,21 @@ python3 -m maxtext.trainers.pre_train.train maxtext/configs/base.yml ${ARGS} | t
 """
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("--steps=3", "--steps=3 is not read: MaxText's keys have no dashes, as in steps=VALUE"),
+        ("--steps 3", "--steps is not read"),
+        ("steps", "steps has no value: write steps=VALUE"),
+        ("=3", "=3 has no key before its value"),
+    ],
+)
+def test_words_that_set_nothing_are_noted(word, said):
+    found = maxtext_command.read(f"train.py base.yml {word} max_target_length=7")
+    assert found.given["max_target_length"] == 7 and "steps" not in found.given
+    assert [note for note in found.notes if said in note]
+
+
 def test_a_script_with_variables_around_xpk(tmp_path):
     (tmp_path / "recipe.sh").write_text(SCRIPT)
     for text in (SCRIPT, str(tmp_path / "recipe.sh")):

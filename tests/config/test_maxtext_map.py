@@ -20,6 +20,21 @@ def statuses(found) -> dict[str, str]:
     return {key.name: key.status for key in found.keys}
 
 
+def test_values_that_are_not_taken_over_are_not_called_mapped():
+    found = translated("train.py base.yml dtype=float7 steps=-5 opt_type=lion")
+    said = {key.name: key.ours for key in found.keys}
+    assert set(statuses(found).values()) == {"none"}
+    assert "not float7: model.dtype=bfloat16 is assumed" in said["dtype"]
+    assert "-5 is no number of steps: 150,001 are assumed" in said["steps"]
+    assert "not lion: adamw is assumed" in said["opt_type"]
+    assert found.cfg.model.dtype == "bfloat16" and found.cfg.train.steps == 150_001
+    found = translated("train.py base.yml dtype=float32 steps=-1 learning_rate_schedule_steps=70")
+    assert statuses(found) == dict.fromkeys(statuses(found), "mapped") | {
+        "learning_rate_schedule_steps": statuses(found)["learning_rate_schedule_steps"]
+    }
+    assert found.cfg.train.steps == 70
+
+
 def test_a_command_of_a_known_model():
     found = translated(
         "train.py base.yml model_name=llama2-7b per_device_batch_size=4 max_target_length=4096 ici_fsdp_parallelism=8 "

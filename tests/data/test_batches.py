@@ -447,7 +447,7 @@ BAD = {
     "latin.txt": (b"caf\xe9 au lait", "not UTF-8: byte 3 is 0xe9"),
     "cut.txt": (b"aaaaaaaaa\xc3", "not UTF-8: byte 9 is 0xc3"),
     "bad.jsonl": (b'{"text": "a"}\n{"text": \n', r"bad\.jsonl:2 is not a JSON object"),
-    "list.jsonl": (b"[1]", r"list\.jsonl:1 is not a JSON object: write one"),
+    "list.jsonl": (b"[1]", r"list\.jsonl:1 is a JSON list: write each record in a line"),
     "key.jsonl": (
         b'{"content": "a", "id": 1}',
         r"key\.jsonl:1: no 'text' among content, id: set data.text_key",

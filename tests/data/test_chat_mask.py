@@ -209,6 +209,10 @@ def test_a_published_tokenizer_finds_specials_as_it_does_alone(tokenizer):
     assert (np.diff(found.ends) >= 0).all() and found.ends[-1] == len(text)
 
 
+ANSWERS = (  # marked, with what goes before and after their words
+    "{{ messages[0].content }}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ BEFORE + m.content + '<|im_end|>' + AFTER }}{% endgeneration %}{% endif %}{% endfor %}"
+)
 BAD = {  # template -> the kind of fault that it makes of TURNS
     "drops": (
         CHATML.replace("m.content +", "(m.content if m.role == 'user' else '') +"),
@@ -227,6 +231,16 @@ BAD = {  # template -> the kind of fault that it makes of TURNS
     ),
     "marks the user": (MARKED.replace("m.role == 'assistant'", "true"), chat_mask.MISMARKED),
     "marks nothing": (MARKED.replace("m.role == 'assistant'", "false"), chat_mask.MISMARKED),
+    "marks a question": (
+        ANSWERS.replace("BEFORE", "messages[loop.index0 - 1].content").replace("AFTER", "''"),
+        chat_mask.MISMARKED,
+    ),
+    "marks the next question": (
+        ANSWERS.replace("BEFORE", "''").replace(
+            "AFTER", "('' if loop.last else messages[loop.index0 + 1].content)"
+        ),
+        chat_mask.MISMARKED,
+    ),
     "marks in marks": (
         MARKED.replace("{% generation %}", "{% generation %}{% generation %}{% endgeneration %}"),
         chat_mask.REFUSED,

@@ -29,6 +29,11 @@ SYSTEM = {"role": "system", "content": "s"}
         ({"prompt": "q", "completion": "a"}, (Q, A), 1),
         ({"prompt": [SYSTEM, Q, A, Q2], "completion": [A2]}, (SYSTEM, Q, A, Q2, A2), 4),
         ({"messages": [Q, A, Q2]}, (Q, A), 0),  # nobody answers the last question
+        ({"messages": None, "conversations": [Q, A]}, (Q, A), 0),
+        ({"conversations": [Q, A], "system": "s", "tools": "[]"}, (SYSTEM, Q, A), 0),
+        ({"messages": [SYSTEM, Q, A], "system": "other"}, (SYSTEM, Q, A), 0),
+        ({"prompt": "q", "completion": "a", "system": "s", "label": True}, (SYSTEM, Q, A), 2),
+        ({"messages": [Q, A | {"weight": 1, "tool_calls": None}], "tools": []}, (Q, A), 0),
     ],
 )
 def test_every_schema_of_conversations_is_read(record, messages, first):
@@ -41,6 +46,7 @@ def test_every_schema_of_conversations_is_read(record, messages, first):
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, (Q,), (A,), (B,)),
         ({"prompt": [SYSTEM, Q], "chosen": [A], "rejected": [B]}, (SYSTEM, Q), (A,), (B,)),
         ({"prompt": "q", "chosen": [Q, A], "rejected": [Q, B]}, (Q,), (A,), (B,)),
+        ({"system": "s", "prompt": "q", "chosen": "a", "rejected": "b"}, (SYSTEM, Q), (A,), (B,)),
         ({"chosen": [Q, A, Q2, A2], "rejected": [Q, A, Q2, B]}, (Q, A, Q2), (A2,), (B,)),
         (
             {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"},
@@ -68,6 +74,10 @@ def test_every_schema_of_pairs_is_read(record, common, chosen, rejected):
         ([Q, {"role": 5, "content": "4"}], conversations.ORDER),
         ([Q, {"content": "4"}], conversations.ORDER),
         ([Q, {"role": "assistant", "content": " \n"}], conversations.EMPTY),
+        ([Q, {"role": "assistant", "content": "\u200b\ufeff\x07"}], conversations.EMPTY),
+        ([Q, A | {"tool_calls": [{"name": "f"}]}], conversations.TOOLS),
+        ([Q, A | {"function_call": {"name": "f"}}], conversations.TOOLS),
+        ([Q, A | {"weight": 0}, Q2, A2], conversations.WEIGHED),
         ([Q, {"role": "assistant", "content": None}], conversations.NOT_TEXT),
         (
             [Q, {"role": "assistant", "content": [{"type": "text", "text": "a"}]}],
@@ -90,12 +100,35 @@ def test_what_is_wrong_with_a_conversation_is_found(turns, kind):
 @pytest.mark.parametrize(
     ("record", "kind"),
     [
+        ({"messages": [Q, A], "tools": [{"name": "f"}]}, conversations.TOOLS),
+        ({"conversations": [Q, A], "tools": '[{"name": "f"}]'}, conversations.TOOLS),
+        ({"prompt": "q", "completion": "a", "label": False}, conversations.BAD),
+        ({"conversations": [Q, A], "system": 5}, conversations.NOT_TEXT),
+    ],
+)
+def test_what_is_wrong_beside_a_conversation_is_found(record, kind):
+    with pytest.raises(Unusable) as error:
+        conversation_of(record, "here")
+    assert error.value.fault.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("record", "kind"),
+    [
         ({"prompt": "q", "chosen": "a", "rejected": " a\n"}, conversations.ALIKE),
         ({"prompt": "q", "chosen": "a", "rejected": ""}, conversations.EMPTY),
         ({"chosen": [Q, A], "rejected": [Q2, A]}, conversations.APART),
         ({"chosen": [Q, A], "rejected": [Q, A, Q2, A2]}, conversations.NO_TURN),
         ({"prompt": "q", "chosen": "a", "rejected": 5}, conversations.NO_TURN),
         ({"chosen": "a", "rejected": "b"}, conversations.NO_TURN),
+        (
+            {
+                "chosen": "s\n\nHuman: q\n\nAssistant: a",
+                "rejected": "s\n\nHuman: q\n\nAssistant: b",
+            },
+            conversations.ORDER,
+        ),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "tools": [1]}, conversations.TOOLS),
     ],
 )
 def test_what_is_wrong_with_a_pair_is_found(record, kind):
@@ -129,6 +162,12 @@ def test_faults_are_yielded_with_their_place_and_counted(tmp_path):
         ('{"messages": []', "conversations", ":1 is not a JSON object"),
         ("[" * 100_000, "conversations", ":1 is not a JSON object"),
         ('\n"x"', "conversations", ":2 is not a JSON object"),
+        ("[]", "conversations", ":1 is a JSON list: write each record in a line of its own"),
+        (
+            '{"prompt": "q", "completion": "a", "completion": "b"}',
+            "conversations",
+            "completion is there twice",
+        ),
         ('{"text": "x"}', "conversations", ":1: the record has text"),
         ("{}", "conversations", ":1: the record has no keys"),
         ('{"chosen": "x", "rejected": "y"}', "conversations", "set data.source=preferences"),

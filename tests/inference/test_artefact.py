@@ -249,6 +249,27 @@ def test_a_process_without_minitext_finds_the_same_tokens(text, jax_alone, tmp_p
         assert rows == [want[json.dumps(prompt)] for prompt in batch], [len(p) for p in batch]
 
 
+def test_what_was_in_a_new_cache_does_not_matter(text):
+    """NaN in it would stay NaN wherever it's multiplied by a weight of 0."""
+    _, _, folder = text
+    manifest, run = artefact.load(folder)
+    sizes = {"b": 2, "s": 7}
+    tokens, lengths = np.array([[1, 2, 3], [4, 5, 0]], np.int32), np.array([3, 2], np.int32)
+    found = []
+    for fill in (0, np.nan):
+        cache = {
+            name: np.full([sizes.get(n, n) for n in spec["shape"]], fill, spec["dtype"])
+            for name, spec in manifest["functions"]["prefill"]["inputs"].items()
+            if name.startswith("cache")
+        }
+        first = run["prefill"]({"tokens": tokens, "lengths": lengths, **cache})
+        kept = {name: first[name] for name in cache}
+        asked = {"tokens": np.array([6, 7], np.int32), "lengths": lengths, **kept}
+        found.append((np.asarray(first["logits"]), np.asarray(run["decode"](asked)["logits"])))
+    np.testing.assert_array_equal(*found)
+    assert np.isfinite(found[1]).all()
+
+
 def refusal(folder):
     with pytest.raises(UserError) as caught:
         artefact.load(folder)
@@ -290,6 +311,13 @@ def test_a_changed_byte_anywhere_is_noticed(copy):
         assert path.name in refusal(copy)
         path.write_bytes(whole)
     artefact.load(copy)
+
+
+@pytest.mark.timeout(60)
+def test_a_manifest_that_never_ends_is_refused(copy):
+    (copy / "manifest.json").unlink()
+    os.mkfifo(copy / "manifest.json")
+    assert "manifest.json is missing" in refusal(copy)
 
 
 @pytest.mark.parametrize("name", ["../note.txt", "/etc/passwd", "..", "", "sub/x", "nul\0"])

@@ -227,7 +227,7 @@ REFUSED = {
     "import os; os._exit(7)": "exit code 7",
     "print('not what is read'); import os; os.kill(os.getpid(), 9)": "killed by SIGKILL",
     "x = '\0'": "is not Python: source code string cannot contain null bytes",
-    "import time; time.sleep(60)": "took more than 2 s: choose smaller inputs, or raise --seconds",
+    "import time; time.sleep(60)": "took more than 2 s: look for a loop or a wait that never ends",
     "x = b'1' * 2**30 * 1\nimport time; time.sleep(60)": "took more than 0.5 GiB of memory",
 }
 
@@ -266,6 +266,20 @@ def test_the_processes_of_a_file_end_with_it(tmp_path):
 def test_a_case_that_is_none_is_refused(tmp_path, cases):
     with pytest.raises(UserError, match=r"CASES\[0\] (is not a Case|has an input of type)"):
         cases_of(tmp_path, f"CASES = {cases}")
+
+
+@pytest.mark.parametrize("tolerance", ["float('nan')", "-1", "float('inf')", "'1e-3'"])
+def test_a_tolerance_that_would_pass_or_fail_everything_is_refused(tmp_path, tolerance):
+    with pytest.raises(
+        UserError, match=r"CASES\[0\] has tolerance=.*: give a number of at least 0"
+    ):
+        cases_of(tmp_path, f"CASES = [Case(right, (X,), tolerance={tolerance})]")
+
+
+def test_inputs_become_arrays_and_names_one_line(tmp_path):
+    (case,), _ = cases_of(tmp_path, "CASES = [Case(right, (X, 3), name='a\\nb')]")
+    assert case.inputs[1].shape == () and case.inputs[1] == 3
+    assert case.name == "a\\nb"
 
 
 def run_command(*words):

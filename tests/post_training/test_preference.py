@@ -149,7 +149,9 @@ def test_every_loss_learns_what_the_pairs_ask(tiny, loss):
     beta = {"simpo": 2.0, "orpo": 1.0}.get(loss, 0.1)
     cfg = tiny(*PAIRS, *FAST, f"objective.loss={loss}", f"objective.beta={beta}", "train.steps=40")
     found, held_out = run(cfg, make_mesh(devices=jax.devices()[:1]), steps=40)
-    assert found[-1]["loss"] < found[0]["loss"]
+    losses = [float(metrics["loss"]) for metrics in found]
+    # Of ten batches, since each has other pairs: simpo's first ones happen to be easy.
+    assert np.mean(losses[-10:]) < np.mean(losses[:10])
     if loss == "dpo":  # the reference is where training starts
         np.testing.assert_allclose(found[0]["loss"], np.log(2), rtol=1e-5)
         assert found[0]["accuracy"] < 1

@@ -1,6 +1,7 @@
 """Recipes: the settings of a run that begins with another, and supervised fine-tuning by one."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -61,6 +62,20 @@ def test_the_model_comes_from_the_run_and_the_rest_from_the_recipe(base, tmp_pat
     assert other.optim.learning_rate == 1 and other.run.name == "b"
     adapted = recipes.new_config(base, "sft", [f"data.path={path}", "model.lora.rank=2"])
     assert adapted.optim.learning_rate == pytest.approx(10 * cfg.optim.learning_rate)
+
+
+def test_a_tokenizer_that_would_not_be_used_is_refused(base, tmp_path):
+    words = [f"data.path={write(tmp_path / 'a.jsonl')}", "data.tokenizer=bpe"]
+    with pytest.raises(UserError, match="data.tokenizer=bpe would have no effect"):
+        recipes.new_config(base, "sft", words)
+
+
+def test_conversations_are_not_read_with_another_tokenizer(base, tmp_path):
+    shutil.copytree(base, tmp_path / "base")
+    (tmp_path / "base" / "tokenizer.json").unlink()
+    words = [f"data.path={write(tmp_path / 'a.jsonl')}", f"run.dir={tmp_path}"]
+    with pytest.raises(UserError, match=r"base/tokenizer.json: No such file.*: copy it again"):
+        recipes.with_steps(recipes.new_config(tmp_path / "base", "sft", words))
 
 
 def test_steps_follow_from_epochs(base, tmp_path):

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from minitext.errors import UserError
-from minitext.post_training.rewards import find
+from minitext.post_training.rewards import check, find
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,37 @@ def test_answers_are_right_or_wrong(answer, exact, number):
     record = {"answer": "1204"}
     assert find("exact")(record, answer) == exact
     assert find("number")(record, answer) == number
+
+
+@pytest.mark.parametrize(
+    ("name", "record"), [("exact", {"answer": None}), ("number", {"answer": None}), ("number", {"answer": "two"})]
+)  # fmt: skip
+def test_nothing_is_right_where_the_record_has_no_answer(name, record):
+    with pytest.raises(ValueError, match="the record's answer"):
+        find(name)(record, "None")
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "problem"),
+    [
+        ("exact", "a", "cannot be called with a record, an answer and an argument"),
+        ("format", None, "cannot be called with a record and an answer"),
+        ("format", "(", "is not a regular expression"),
+        ("length", "x", "is not a number of characters"),
+        ("length", "0", "is not a number of characters"),
+        ("length", "inf", "is not a number of characters"),
+    ],
+)
+def test_arguments_that_no_answer_could_be_rewarded_with_are_refused(name, argument, problem):
+    with pytest.raises(UserError, match=problem) as caught:
+        check(name, find(name), argument)
+    assert "\n" not in str(caught.value)
+
+
+def test_arguments_of_a_users_function():
+    check("mine.py:f", lambda record, answer, argument="x": 1, None)
+    with pytest.raises(UserError, match="leave its argument out"):
+        check("mine.py:f", lambda record, answer: 1, "a")
 
 
 def test_form_and_length():

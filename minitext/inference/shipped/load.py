@@ -31,7 +31,8 @@ def _need(fact, otherwise):
 
 def _manifest(folder):
     """Returns the manifest, if it and every file that it lists are as they were written."""
-    with open(folder / "manifest.json", "rb") as file:
+    _need((path := folder / "manifest.json").is_file(), f"{path} is missing")
+    with open(path, "rb") as file:
         said = json.loads(text := file.read(1 << 26))
     _need(said["format"] == "minitext-artefact 1", f"{folder} has the format {said['format']!r}")
     digest = hashlib.sha256(text.replace(said["sha256"].encode(), b"")).hexdigest()
