@@ -407,7 +407,7 @@ def test_a_thread_answers_and_closing_ends_what_is_left(model):
         ({"top_p": 0.0}, "top_p=0.0: choose more than 0 and at most 1"),
         ({"min_p": 1.5}, "min_p=1.5: choose 0 to 1"),
         ({"presence_penalty": 3.0}, "presence_penalty=3.0: choose -2 to 2"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0: choose more than 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0: choose 1e-06 to"),
         ({"logprobs": 21}, "logprobs=21: choose 0 to 20"),
         ({"seed": 2**63}, f"seed={2**63}"),
         ({"grammar": ("regex", "a")}, "no tokenizer"),
