@@ -190,6 +190,10 @@ def test_tasks_that_are_not_there_are_named(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a task that names no documents takes whatever is below
     with pytest.raises(UserError, match="no task chose in .*did you mean choose"):
         evaluate.load_tasks(["chose"], str(folder))
+    with pytest.MonkeyPatch.context() as patch:  # which takes ten seconds to read its own tasks
+        patch.delattr(evaluate, "TaskManager")
+        with pytest.raises(UserError, match="no task hellaswagg: did you mean hellaswag"):
+            evaluate.load_tasks(["hellaswagg"])
     (tmp_path / "broken.yaml").write_text(
         "task: broken\ndataset_path: json\noutput_type: nothing\n"
     )
