@@ -84,7 +84,7 @@ class Family(NamedTuple):
       keys: rows between config.json and our keys.
       tensors: rows between the checkpoint and our parameters.
       further_layers: layers after the model's own, which predict further tokens; minitext doesn't read them.
-      ignored: patterns of tensors that minitext doesn't read, such as those layers under another name.
+      ignored: patterns of tensors that minitext doesn't read, such as those layers under another name, or of images.
     """
 
     architecture: str
@@ -1363,7 +1363,7 @@ WRAPPERS = {
         },
     ),
 }
-# Keys beside text_config: those that count for the text, and those that are about images or said elsewhere.
+# Keys beside text_config that count for the text, and the others that a wrapper has.
 BESIDE = (
     "eos_token_id", "bos_token_id", "pad_token_id", "quantization_config", "is_encoder_decoder", "add_cross_attention",
 )  # fmt: skip
