@@ -172,6 +172,8 @@ def import_(
         f"{found.parameters:,} parameters ({found.family}) are in {target}; peak memory {show_bytes(found.peak_bytes)}",
         file=sys.stderr,
     )
+    if found.unread:
+        print(found.unread, file=sys.stderr)
 
 
 Format = Annotated[

@@ -42,6 +42,7 @@ class Parity(NamedTuple):
       differs: the first layer beyond `TOLERANCE`, or None.
       greedy: how many tokens both continue the text with equally.
       continued: of so many.
+      unread: a line about tensors that the text doesn't need, such as those for images; empty if there are none.
     """
 
     family: str
@@ -53,6 +54,7 @@ class Parity(NamedTuple):
     differs: int | None
     greedy: int
     continued: int
+    unread: str
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields, and whether everything is equal but for rounding."""
@@ -102,6 +104,8 @@ def compare(folder: str, *, length: int = 32, continued: int = 16, seed: int = 0
     layers = [_apart(a, b) for a, b in zip(residual_streams(model, drawn), streams, strict=True)]
     params, greedy = nnx.state(model), Sampling(temperature=0)
     ours = generate(cfg, params, drawn[0].tolist(), max_tokens=continued, sampling=greedy)
+    with open_weights(folder) as weights:
+        unread = families.table(cfg, name, weights.tensors).left_unread(weights)
     equal = np.cumprod([a == b for a, b in zip(ours, whole[0, length:].tolist(), strict=True)])
     return Parity(
         family=name,
@@ -113,6 +117,7 @@ def compare(folder: str, *, length: int = 32, continued: int = 16, seed: int = 0
         differs=next((i for i, apart in enumerate(layers) if apart > TOLERANCE), None),
         greedy=int(equal.sum()),
         continued=continued,
+        unread=unread,
     )
 
 
@@ -161,7 +166,8 @@ def read_model(folder: str, cfg: ModelConfig, name: str) -> Transformer:
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), abstract)
     with open_weights(folder) as weights:
-        return nnx.merge(graphdef, convert.load(weights, families.table(cfg, name), params))
+        table = families.table(cfg, name, weights.tensors)
+        return nnx.merge(graphdef, convert.load(weights, table, params))
 
 
 def residual_streams(model: Transformer, tokens_BT: np.ndarray) -> list[np.ndarray]:
@@ -195,6 +201,8 @@ def _apart(ours: np.ndarray, theirs: np.ndarray) -> float:
 def print_parity(found: Parity) -> None:
     """Prints the comparison."""
     print(f"{found.family}, {found.parameters:,} parameters, {found.tokens} tokens, float32")
+    if found.unread:
+        print(found.unread)
     for number, apart in enumerate(found.layers):
         print(f"layer {number:<4} {apart:.1e}{'  <- differs' if number == found.differs else ''}")
     print(

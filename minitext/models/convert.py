@@ -21,6 +21,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from minitext import terminal
 from minitext.checkpoint import leaves, stored
 from minitext.checkpoint.weights import Weights
 from minitext.errors import UserError, did_you_mean
@@ -163,6 +164,18 @@ class Table:
     ignored: tuple[str, ...] = ()
     copies: tuple[tuple[str, str], ...] = ()
 
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor is one that nothing uses."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignored)
+
+    def left_unread(self, weights: Weights) -> str:
+        """Returns a line about the tensors that nothing uses; empty if there are none."""
+        sizes = {n: t.size for n, t in weights.tensors.items() if self.ignores(n)}
+        if not sizes:
+            return ""
+        size = terminal.show_bytes(sum(sizes.values()))
+        return f"left unread, for the text doesn't need them: {len(sizes)} tensors ({size}), such as {min(sizes)}"
+
 
 def load(
     weights: Weights,
@@ -259,7 +272,7 @@ def check_names(weights: Weights, table: Table, wanted: Mapping[str, Any]) -> No
     _check_filled(filled, wanted)
     read |= {name for name, _ in table.copies}
     left = [n for n in there if n not in read]
-    if left := [n for n in left if not any(fnmatch.fnmatchcase(n, p) for p in table.ignored)]:
+    if left := [n for n in left if not table.ignores(n)]:
         raise UserError(
             f"{weights.path}: nothing uses the tensor {_some(left)}: it belongs to another model"
         )

@@ -9,7 +9,8 @@ Sources: the configurations and models in transformers 5.23, read and compared n
 Chapters: 23.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -19,6 +20,7 @@ from minitext.errors import UserError, did_you_mean
 from minitext.models import convert, hf_keys
 from minitext.models.convert import KEEP, TRANSPOSED, Table, View
 from minitext.models.hf_keys import (
+    WITHOUT_EFFECT,
     EmbedScale,
     Fixed,
     HeadDim,
@@ -40,6 +42,7 @@ from minitext.models.hf_keys import (
     Unrotated,
     Unused,
     Window,
+    checked,
     differences,
     every,
     every_step,
@@ -81,7 +84,7 @@ class Family(NamedTuple):
       keys: rows between config.json and our keys.
       tensors: rows between the checkpoint and our parameters.
       further_layers: layers after the model's own, which predict further tokens; minitext doesn't read them.
-      ignored: patterns of tensors that minitext doesn't read, such as those layers under another name.
+      ignored: patterns of tensors that minitext doesn't read, such as those layers under another name, or of images.
     """
 
     architecture: str
@@ -89,6 +92,23 @@ class Family(NamedTuple):
     tensors: tuple[Tensor, ...]
     further_layers: int = 0
     ignored: tuple[str, ...] = ()
+
+
+class Wrapper(NamedTuple):
+    """A model of text and images together, of which minitext has the text.
+
+    Attributes:
+      text: the family of its text, whose keys are in `text_config`.
+      sizes: transformers' values of keys that text_config may lack, and that the family's own config.json has.
+      tied: whether a missing tie_word_embeddings means true, where the key beside text_config counts; None: where the
+        one in it does.
+      unused: keys of the family in text_config that the wrapper never reads.
+    """
+
+    text: str
+    sizes: dict[str, int]
+    tied: bool | None = None
+    unused: tuple[str, ...] = ()
 
 
 # Views of tensors. Letters as in the book; U, P, R and W are those of `minitext.models.mla`.
@@ -436,6 +456,13 @@ SHARED_EXPERT = (
 CHOICE_BIAS = Tensor(f"{LAYER}mlp.gate.e_score_correction_bias", "ffn.bias")
 LLAMA = (*ENDS, *QKV, *OUT, *BEFORE, *MLP)
 
+# Tensors of the vision tower, and of what makes token vectors of its output.
+OF_IMAGES = tuple(
+    f"{before}{name}.*"
+    for before in ("", "model.")
+    for name in ("vision_tower", "vision_model", "multi_modal_projector")
+)
+
 # Rows of keys that several families share.
 
 ACTIVATIONS = {
@@ -748,6 +775,7 @@ FAMILIES: dict[str, Family] = {
             TypedRope(1e6, 1e4, "rope_local_base_freq"),
         ),
         (*ENDS, *QKV, *OUT, *QK_NORM, *BOTH, *MLP),
+        ignored=OF_IMAGES,
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
@@ -886,7 +914,7 @@ FAMILIES: dict[str, Family] = {
             Tensor(f"{LAYER}mlp.experts.down_proj_bias", "ffn.down_bias"),
         ),
     ),
-    # Llama 4 Scout and Maverick, their language model.
+    # Llama 4 Scout and Maverick, their text.
     "llama4_text": Family(
         "Llama4ForCausalLM",
         (
@@ -929,6 +957,7 @@ FAMILIES: dict[str, Family] = {
             Tensor(f"{LAYER}feed_forward.experts.down_proj", "ffn.down"),
             *_gated("feed_forward.shared_expert", "ffn.shared"),
         ),
+        ignored=OF_IMAGES,
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -1303,6 +1332,52 @@ FAMILIES: dict[str, Family] = {
 # The same models under another name.
 ALIASES = {"kimi_k2": "deepseek_v3"}
 
+WRAPPERS = {
+    # Gemma 3 4B, 12B and 27B.
+    "gemma3": Wrapper(
+        "gemma3_text",
+        {
+            "vocab_size": 262_208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131_072,
+        },
+        tied=True,
+        unused=("final_logit_softcapping",),
+    ),
+    # Llama 4 Scout and Maverick.
+    "llama4": Wrapper(
+        "llama4_text",
+        {
+            "vocab_size": 202_048,
+            "hidden_size": 5120,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16_384,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+        },
+    ),
+}
+# Keys beside text_config that count for the text, and the others that a wrapper has.
+BESIDE = (
+    "eos_token_id", "bos_token_id", "pad_token_id", "quantization_config", "is_encoder_decoder", "add_cross_attention",
+)  # fmt: skip
+OF_WRAPPERS = {
+    "text_config", "vision_config", "tie_word_embeddings", "mm_tokens_per_image", "image_token_index", "image_token_id",
+    "boi_token_index", "boi_token_id", "eoi_token_index", "eoi_token_id",
+}  # fmt: skip
+
+# What names of the text's tensors begin with in a wrapper: as published, and transformers 5's names of its parameters.
+PREFIXES = (
+    {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+    {"model.": "model.language_model."},
+)
+
 
 def family_of(values: Mapping[str, Any]) -> str:
     """Returns the family, a key of `FAMILIES`, of a config.json.
@@ -1310,15 +1385,39 @@ def family_of(values: Mapping[str, Any]) -> str:
     Raises:
       UserError: if minitext doesn't have it.
     """
-    name = values.get("model_type")
+    name = text_config(values).get("model_type")
     name = ALIASES.get(name, name) if isinstance(name, str) else name
     if not isinstance(name, str) or name not in FAMILIES:
-        hint = did_you_mean(name, FAMILIES) if isinstance(name, str) else ""
-        known = ", ".join([*FAMILIES, *ALIASES])
+        known = [*FAMILIES, *ALIASES, *WRAPPERS]
+        hint = did_you_mean(name, known) if isinstance(name, str) else ""
         raise UserError(
-            f"config.json: model_type={quoted(name)} isn't known{hint}: minitext has {known}"
+            f"config.json: model_type={quoted(name)} isn't known{hint}: minitext has {', '.join(known)}"
         )
     return name
+
+
+def text_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config.json of a wrapper's text alone; any other config.json as it is.
+
+    Raises:
+      UserError: for a key beside text_config that isn't known.
+    """
+    name = values.get("model_type")
+    wrapper = WRAPPERS.get(name) if isinstance(name, str) else None
+    if wrapper is None:
+        return dict(values)
+    for key in sorted(set(values) - OF_WRAPPERS - WITHOUT_EFFECT - set(BESIDE)):
+        if values[key] is not None:
+            raise UserError(
+                f"config.json: {key}={quoted(values[key])} ({name}): minitext doesn't know this key beside "
+                "text_config; if it changes nothing, remove it"
+            )
+    inside = values.get("text_config")
+    text = wrapper.sizes | ({} if inside is None else checked("text_config", inside, dict))
+    text |= {key: values[key] for key in BESIDE if values.get(key) is not None}
+    if wrapper.tied is not None:
+        text["tie_word_embeddings"] = values.get("tie_word_embeddings", wrapper.tied)
+    return text | dict.fromkeys(wrapper.unused) | {"model_type": wrapper.text}
 
 
 def config(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -1334,7 +1433,7 @@ def config(values: Mapping[str, Any]) -> dict[str, Any]:
       UserError: for a family, a key or a value that minitext doesn't have, naming it.
     """
     name = family_of(values)
-    return read(FAMILIES[name].keys, values, name)
+    return read(FAMILIES[name].keys, text_config(values), name)
 
 
 def to_hf(model: ModelConfig, max_length: int, first: str = "llama") -> dict[str, Any]:
@@ -1382,17 +1481,21 @@ def model_of(keys: Mapping[str, Any]) -> ModelConfig:
     return resolve([("config.json", dict(keys))]).model
 
 
-def table(model: ModelConfig, name: str | None = None) -> Table:
+def table(model: ModelConfig, name: str | None = None, there: Collection[str] = ()) -> Table:
     """Returns the names of a model's parameters in a checkpoint of a family.
 
     Args:
       model: the model.
       name: the family, a key of `FAMILIES`; None: the one that `to_hf` finds.
+      there: the names in the checkpoint, which show whether it is a wrapper's; by default it's the family's own.
 
     Raises:
       UserError: if the family has no name for one of the model's parameters.
     """
     family = FAMILIES[name or to_hf(model, 1)["model_type"]]
+    prefixes = next(
+        (p for p in PREFIXES if any(tensor.startswith(p["model."]) for tensor in there)), {}
+    )
     shapes = parameter_paths(model)
     rows: list[convert.Row] = []
     for path, layers, cfg in stacked(model):
@@ -1409,11 +1512,19 @@ def table(model: ModelConfig, name: str | None = None) -> Table:
     further = range(model.layers, model.layers + family.further_layers)
     ignored = (
         "*rotary_emb.inv_freq",
-        *family.ignored,
         *(f"model.layers.{layer}.*" for layer in further),
     )
     copies = (("lm_head.weight", "model.embed_tokens.weight"),) if model.tie_embeddings else ()
-    return Table(tuple(rows), ignored, copies)
+    return Table(
+        tuple(replace(row, name=_prefixed(row.name, prefixes)) for row in rows),
+        (*family.ignored, *(_prefixed(name, prefixes) for name in ignored)),
+        tuple((_prefixed(a, prefixes), _prefixed(b, prefixes)) for a, b in copies),
+    )
+
+
+def _prefixed(name: str, prefixes: Mapping[str, str]) -> str:
+    old = next((old for old in prefixes if name.startswith(old)), "")
+    return prefixes.get(old, "") + name.removeprefix(old)
 
 
 def _row(tensor: Tensor, path: str, cfg: ModelConfig, **more: Any) -> convert.Row:

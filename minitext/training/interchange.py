@@ -55,11 +55,13 @@ class Imported(NamedTuple):
     Attributes:
       parameters: how many numbers.
       family: such as llama.
+      unread: a line about tensors that the text doesn't need, such as those for images; empty if there are none.
       peak_bytes: the largest memory that this process has had.
     """
 
     parameters: int
     family: str
+    unread: str
     peak_bytes: int
 
 
@@ -81,10 +83,10 @@ def import_run(
     if target.exists():
         raise UserError(f"{target} exists: name a directory that does not")
     with open_weights(find_weights(source)) as weights:
-        values = read_config_json(weights)
+        values = families.text_config(read_config_json(weights))
         family = families.family_of(values)
         cfg = configuration(families.config(values), settings)
-        table = families.table(cfg.model, family)
+        table = families.table(cfg.model, family, weights.tensors)
         if weights.is_gguf:
             table = gguf_names.renamed(table, values)
         tokenizer = read_tokenizer(weights, values)
@@ -94,8 +96,9 @@ def import_run(
         with terminal.of_slow_work(weights.size, f"reading {weights.path.name}") as advance:
             params = convert.load(weights, table, like, advance, allow_nonfinite)
         _write_run(target, cfg, params, tokenizer, weights, values)
+        unread = table.left_unread(weights)
     count = sum(x.size for x in _leaves(params))
-    return Imported(count, family, peak_bytes())
+    return Imported(count, family, unread, peak_bytes())
 
 
 def find_weights(source: str) -> str:

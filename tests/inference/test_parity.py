@@ -7,6 +7,7 @@ import pytest
 
 from minitext.errors import UserError
 from minitext.inference import parity
+from tests.conftest import audit_but
 from tests.models import tiny_models
 
 
@@ -24,6 +25,15 @@ def test_equal_models_are_found_equal(folder, capsys):
     assert len(found.layers) == 5 and max(found.layers) < 2e-5
     parity.print_parity(found)
     assert "equal but for rounding" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("case", audit_but(("llama4",), ("gemma3", "llama4")))
+def test_of_a_model_of_images_the_text_is_compared(case, tmp_path, capsys):
+    tiny_models.theirs(*tiny_models.WRAPPED[case]).save_pretrained(tmp_path)
+    found = parity.compare(str(tmp_path), length=8, continued=2)
+    assert found.holds and found.family == f"{case}_text"
+    parity.print_parity(found)
+    assert "left unread" in found.unread and found.unread in capsys.readouterr().out
 
 
 def test_the_first_layer_that_departs_is_named(folder, monkeypatch):

@@ -2,6 +2,8 @@
 
 import json
 import math
+import shutil
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import pytest
 from flax import nnx
 
 import minitext as mt
+from minitext import terminal
 from minitext.book.equality import packed_batch
 from minitext.checkpoint import leaves
 from minitext.checkpoint.weights import open_weights
@@ -34,6 +37,7 @@ from tests.models.tiny_models import (
     ORIGINAL,
     PLAIN,
     SIZES,
+    WRAPPED,
     tokens,
 )
 
@@ -77,6 +81,131 @@ def test_logits_at_every_length(case, pair):
     for length in range(1, LENGTH + 1):
         tokens_BT = tokens(length)
         assert apart(forward(both.ours, tokens_BT), theirs(both.theirs, tokens_BT)) < WITHIN, length
+
+
+# Lengths on both sides of the window and chunk of 5, and one beyond all else.
+@pytest.mark.parametrize("length", [4, 5, 6, LENGTH])
+@pytest.mark.parametrize("case", audit_but(("gemma3", "llama4"), WRAPPED))
+def test_logits_of_a_wrapper_s_text(case, length, wrapped):
+    both = wrapped(case)
+    text = tokens(length)
+    text[:, 1] = IMAGE
+    assert apart(forward(both.ours, text), theirs(both.theirs, text)) < WITHIN
+
+
+IMAGE = 7  # `WRAPPED`'s token in the place of an image, here a token as any other
+
+
+@pytest.fixture(scope="module")
+def wrapped(tmp_path_factory):
+    parent = tmp_path_factory.mktemp("wrapped")
+    return cache(lambda case: tiny_models.both(*WRAPPED[case], parent / case))
+
+
+def renamed(folder, target, rename):
+    """Copies a model with other names of its tensors."""
+    from safetensors.numpy import load_file, save_file
+
+    target.mkdir()
+    shutil.copy(folder / "config.json", target)
+    tensors = load_file(folder / "model.safetensors")
+    new = {rename(name): array for name, array in tensors.items()}
+    save_file(new, target / "model.safetensors", {"format": "pt"})
+
+
+def as_parameters(name):
+    """The name that transformers 5 gives the parameter of such a tensor in Gemma 3."""
+    if name == "language_model.lm_head.weight":
+        return "lm_head.weight"
+    head, _, rest = name.partition(".")
+    if head == "language_model":
+        return f"model.language_model.{rest.removeprefix('model.')}"
+    return f"model.{name}"
+
+
+@pytest.mark.parametrize("case", ["gemma3", "gemma3-untied"])
+def test_both_layouts_of_a_wrapper_hold_the_same(case, wrapped, tmp_path):
+    both = wrapped(case)
+    renamed(both.folder, tmp_path / "other", as_parameters)
+    with open_weights(tmp_path / "other") as weights:
+        assert set(weights.tensors) == set(both.theirs.state_dict()) - (
+            {"lm_head.weight"} if both.cfg.tie_embeddings else set()
+        )
+    other = tiny_models.read_model(tmp_path / "other", both.cfg, both.name)
+    ours, want = leaves.named(nnx.state(other)), leaves.named(nnx.state(both.ours))
+    assert ours.keys() == want.keys()
+    for name, array in ours.items():
+        assert np.array_equal(array, want[name]), name
+
+
+@pytest.mark.parametrize("case", ["gemma3", "llama4"])
+def test_what_a_wrapper_leaves_unread(case, wrapped, tmp_path):
+    both = wrapped(case)
+    with open_weights(both.folder) as weights:
+        table = families.table(both.cfg, both.name, weights.tensors)
+        images = [n for n in weights.tensors if not n.startswith("language_model.")]
+        assert {n for n in weights.tensors if table.ignores(n)} == set(images)
+        size = sum(weights.tensors[name].size for name in images)
+        line = table.left_unread(weights)
+    assert f"{len(images)} tensors ({terminal.show_bytes(size)})" in line
+    one = next(name for name in images if "layers.0" in name)
+    other = one.replace("vision", "hearing", 1)
+    renamed(both.folder, tmp_path / "other", lambda name: other if name == one else name)
+    with pytest.raises(UserError, match=f"nothing uses the tensor {other}"):
+        tiny_models.read_model(tmp_path / "other", both.cfg, both.name)
+    # A text's tensor under the other layout's name is none of this one's.
+    norm = "language_model.model.norm.weight"
+    renamed(both.folder, tmp_path / "mixed", lambda n: as_parameters(n) if n == norm else n)
+    with pytest.raises(UserError, match=f"needs the tensor {norm}, which is missing"):
+        tiny_models.read_model(tmp_path / "mixed", both.cfg, both.name)
+
+
+# As published with Gemma 3 4B, but for what says how to read images.
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255_999, "eoi_token_index": 256_000,
+    "eos_token_id": [1, 106], "image_token_index": 262_144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+    "model_type": "gemma3", "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0", "vision_config": {},
+    "text_config": {
+        "hidden_size": 2560, "intermediate_size": 10_240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    },
+}  # fmt: skip
+
+
+def test_the_keys_of_a_wrapper():
+    """What text_config lacks is what transformers takes, and of keys beside it those count that count there."""
+    from transformers import AutoConfig
+
+    published = families.model_of(families.config(GEMMA3_4B))
+    assert not differences(published, mt.load_config("gemma3-4b").model)
+    text = families.text_config(GEMMA3_4B)
+    assert (text["eos_token_id"], text["model_type"]) == ([1, 106], "gemma3_text")
+    for name, wrapper in families.WRAPPERS.items():
+        for given in ({}, {"text_config": None}, {"text_config": {"num_hidden_layers": 9}}):
+            want = AutoConfig.for_model(name, **given).text_config.to_dict()
+            assert families.config({"model_type": name} | given) == families.config(want)
+            sizes = wrapper.sizes | (given.get("text_config") or {})
+            assert {key: want[key] for key in sizes} == sizes
+
+
+@pytest.mark.parametrize(
+    "name, beside, inside, tied",
+    [
+        ("gemma3", {}, {"tie_word_embeddings": False}, True),
+        ("gemma3", {"tie_word_embeddings": False}, {"tie_word_embeddings": True}, False),
+        ("gemma3", {"tie_word_embeddings": None}, {}, False),
+        ("llama4", {"tie_word_embeddings": True}, {}, False),
+        ("llama4", {"tie_word_embeddings": False}, {"tie_word_embeddings": True}, True),
+    ],
+)
+def test_which_key_ties_a_wrapper_s_embeddings(name, beside, inside, tied):
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    _, more = WRAPPED[name]
+    values = more | beside | {"text_config": more["text_config"] | inside}
+    assert families.config({"model_type": name} | values)["model.tie_embeddings"] == tied
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(name, **values))
+    assert bool(model.all_tied_weights_keys) == tied
 
 
 @pytest.mark.audit
@@ -489,7 +618,9 @@ def test_both_spellings_of_rope(name, old, new):
         ("phi", {}, "model_type='phi'"),
         ("starcoder2", {}, "model_type='starcoder2'"),
         ("cohere", {}, "model_type='cohere'"),
-        ("gemma3", {}, "gemma3_text"),
+        ("gemma3", {}, "hidden_size=32 (gemma3)"),  # beside text_config, where it counts for nothing
+        ("gemma3", dict.fromkeys(SIZES) | {"text_config": [1]}, "text_config=[1] is not a mapping"),
+        ("llama4", dict.fromkeys(SIZES) | {"quantization_config": {"quant_method": "fp8"}}, "'fp8'"),
         ("gemma", {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window=None"),
         ("cwm", {"rope_theta": 1e4}, "rope_theta=10000.0"),

@@ -139,6 +139,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+_VISION = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+    "patch_size": 4,
+}  # fmt: skip
+# Models of text and images together: their text is a case of `CASES`, and token 7 stands for an image.
+WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("gemma3", {
+        "text_config": SIZES | CASES["gemma3"][1], "vision_config": _VISION | {"vision_use_head": False},
+        "mm_tokens_per_image": 4, "image_token_index": 7,
+    }),
+    "gemma3-untied": ("gemma3", {  # though its text_config has true, the family's default
+        "text_config": SIZES | CASES["gemma3"][1], "vision_config": _VISION | {"vision_use_head": False},
+        "mm_tokens_per_image": 4, "image_token_index": 7, "tie_word_embeddings": False,
+    }),
+    "llama4": ("llama4", {
+        "text_config": SIZES | CASES["llama4"][1], "image_token_index": 7,
+        "vision_config": _VISION | {
+            "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16,
+        },
+    }),
+}  # fmt: skip
+
+
 class Pair(NamedTuple):
     """One model twice.
 
@@ -162,15 +185,19 @@ class Pair(NamedTuple):
 def theirs(name: str, more: dict[str, Any]) -> Any:
     """Returns a family's model of transformers with every parameter and buffer random."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    cfg = AutoConfig.for_model(name, **SIZES | more)
-    model = AutoModelForCausalLM.from_config(cfg, attn_implementation="eager").float().eval()
+    wrapped = "text_config" in more
+    cfg = AutoConfig.for_model(name, **more if wrapped else SIZES | more)
+    auto = AutoModelForImageTextToText if wrapped else AutoModelForCausalLM
+    model = auto.from_config(cfg, attn_implementation="eager").float().eval()
     draw = torch.Generator().manual_seed(0)
     adds_one = "gemma" in name or name == "qwen3_next"  # to its scales, which are around 1
     with torch.no_grad():
         for key, value in [*model.named_parameters(), *model.named_buffers()]:
             if "inv_freq" in key or "embed_scale" in key:  # follow from the configuration
+                continue
+            if not value.is_floating_point():  # positions in an image, which do too
                 continue
             random = torch.randn(value.shape, generator=draw)
             if "norm" in key:

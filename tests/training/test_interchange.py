@@ -30,6 +30,7 @@ from minitext.models.transformer import Transformer
 from minitext.training import interchange, run_dir
 from minitext.training.run import train as run_training
 from tests.conftest import QUICK_FLAGS, audit_but
+from tests.models import tiny_models
 
 MESH = ("mesh.fsdp=2", "mesh.tensor=2", "mesh.data=2")
 CONFIG = {
@@ -48,16 +49,20 @@ def write_published(folder, shard_bytes=30_000):
     """A Hugging Face folder of random weights with a tokenizer whose last token, <end>, ends a text."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    tokenizer = Tokenizer.from_str(published_text())
-    tokenizer.add_special_tokens(["<end>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
+    write_tokenizer(folder)
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     cfg = families.model_of(families.config(CONFIG))
     table = families.table(cfg, "llama")
     params = random_params(cfg)
     interchange._write_shards(folder, table, params, "float32", shard_bytes)
     return params
+
+
+def write_tokenizer(folder):
+    tokenizer = Tokenizer.from_str(published_text())
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
 
 
 def random_params(cfg):
@@ -149,6 +154,33 @@ def test_every_token_that_ends_a_text_goes_out(tmp_path):
         interchange.export_hf(tmp_path / step, path.parent)
         out = json.loads(path.read_text())
         assert set(out["eos_token_id"]) == stops and out["bos_token_id"] == 7
+
+
+def test_the_text_of_a_model_of_images_goes_in_and_comes_out_alone(tmp_path, minitext):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    name, more = tiny_models.WRAPPED["gemma3"]
+    text = more["text_config"] | {"vocab_size": 300, "eos_token_id": 1}
+    text["max_position_embeddings"] = 1024
+    theirs = tiny_models.theirs(name, more | {"text_config": text, "eos_token_id": [298, 299]})
+    theirs.save_pretrained(tmp_path / "theirs")
+    write_tokenizer(tmp_path / "theirs")
+    code, _, err = minitext("import", tmp_path / "theirs", tmp_path / "run")
+    assert code == 0, err
+    images = sum("vision_tower" in n or "projector" in n for n, _ in theirs.named_parameters())
+    assert "(gemma3_text)" in err and f"doesn't need them: {images} tensors (" in err
+
+    interchange.export_hf(tmp_path / "run", tmp_path / "out")
+    out = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (out["model_type"], out["architectures"]) == ("gemma3_text", ["Gemma3ForCausalLM"])
+    assert {298, 299} < set(out["eos_token_id"]) and 1 not in out["eos_token_id"]
+    assert out["max_position_embeddings"] == 1024
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    tokens_BT = torch.as_tensor(tiny_models.tokens(24))
+    with torch.no_grad():
+        found, want = (m(tokens_BT, use_cache=False).logits.numpy() for m in (alone, theirs))
+    np.testing.assert_array_equal(found, want)
 
 
 @pytest.mark.parametrize(
