@@ -348,6 +348,7 @@ def _gradients(s: Sizes) -> Iterator[Term]:
         "biases": (_scaled(s.embed_biases, s.sent), residual),
         "biases by head or feature": (_scaled(s.biases, s.sent), s.context),
         "sinks": (_scaled(s.sinks, 4), s.context),
+        "RMSNorm scales over all heads": (_scaled(s.whole_norms, 4), s.context),
         "convolutions": (_scaled(s.taps, 4), s.context),
         "states' rates": (_scaled(s.rates, 4), s.context),
         "shared experts' gate": ((s.model.embed * s.sent,) * s.shared_gate, residual),
@@ -494,6 +495,13 @@ def _tensor(s: Sizes) -> Iterator[Term]:
     key = (tokens * s.rope_key * s.sent,)
     if s.rope_key:
         yield Term("gradient of the heads' rotated key", "all-reduce", s.tensor, key, r.backward)
+    # A norm over all heads first adds up its squares, and in the backward pass what its gradient has along a row.
+    squares = (4 * tokens,) * len(s.whole_norms)
+    yield Term("norms over all heads, forward", "all-reduce", s.tensor, squares, r.forward)
+    if s.recomputes:
+        name = "norms over all heads, recomputed"
+        yield Term(name, "all-reduce", s.tensor, squares, r.backward)
+    yield Term("norms over all heads, backward", "all-reduce", s.tensor, squares, r.backward)
     names = "tokens for q, k, v and gate, up"
     yield Term(f"{names}, forward", gather, s.sequence, (sent,) * 2, r.forward)
     # Experts keep the tokens that they got, unless the whole layer is recomputed.

@@ -213,6 +213,7 @@ PATTERNS = {
         "model.period=[{attention: {window: 8}}, {}]",
     ],
     "olmo": ["model.norms=after", "model.attention.qk_norm=head", "model.attention.gate=true"],
+    "olmo2": ["model.norms=after", "model.attention.qk_norm=whole"],
     "llama4": [
         "model.ffn.kind=moe", "model.ffn.scale_input=true", "model.ffn.shared_experts=1",
         "model.period=[{ffn: {kind: swiglu}, mlp: 96}, {}]",
@@ -252,6 +253,9 @@ PATTERNED = [
     ("llama4", "sharding.rules=tp_seq mesh.data=4 mesh.tensor=2"),
     ("gpt-oss", "sharding.rules=tp_seq mesh.data=4 mesh.tensor=2"),
     ("olmo", "mesh.fsdp=4 mesh.tensor=2 model.remat=full"),
+    ("olmo2", "mesh.fsdp=4 mesh.tensor=2 model.remat=full"),
+    ("olmo2", "mesh.fsdp=2 mesh.context=2 mesh.tensor=2"),
+    ("olmo2", "sharding.rules=tp_seq mesh.data=4 mesh.tensor=2"),
     ("one bias", "mesh.fsdp=8 model.remat=full"),
     ("biases", "mesh.fsdp=4 mesh.tensor=2"),
     ("gemma", "mesh.fsdp=8"),
@@ -266,7 +270,13 @@ PATTERNED = [
 ]
 
 
-@pytest.mark.parametrize("patterned", audit_but([("gemma", "mesh.fsdp=8")], PATTERNED))
+PATTERNED_QUICKLY = [
+    ("gemma", "mesh.fsdp=8"),
+    ("olmo2", "mesh.fsdp=4 mesh.tensor=2 model.remat=full"),
+]
+
+
+@pytest.mark.parametrize("patterned", audit_but(PATTERNED_QUICKLY, PATTERNED))
 def test_the_formula_knows_layers_that_differ(patterned):
     name, layout = patterned
     found = audited(*SIZES, *PATTERNS[name], *layout.split())
