@@ -23,7 +23,6 @@ from minitext.sharding.mesh import abstract_mesh
 from minitext.terminal import print_tables, table
 from minitext.training.step import abstract_batch, abstract_state, make_train_step
 
-
 # How often their loops run hangs on how many tokens each expert gets, which a jaxpr doesn't say.
 DATA_DEPENDENT = (("grouped_matmul", "xla_blocked"), ("grouped_matmul", "pallas_gpu"))
 
