@@ -22,9 +22,11 @@ from minitext.kernels.dispatch import (  # noqa: F401
     attention,
     choose,
     grouped_matmul,
+    leave_out,
     linear,
     linear_cross_entropy,
     lookup,
     paged_attention,
+    preferred,
     rms_norm,
 )  # fmt: skip

@@ -6,10 +6,12 @@ once. A named implementation that can't run is an error that says why. Nothing f
 Chapters: 4, 17, 18, 19.
 """
 
+import contextlib
 import functools
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -100,7 +102,7 @@ ORDER: dict[tuple[str, str], tuple[str, ...]] = {
     # 236 ms, and 253 ms with cuDNN's.
     ("attention", "gpu"): ("pallas_gpu", "cudnn", "xla"),
     ("attention", "tpu"): ("pallas_tpu", "xla"),
-    ("grouped_matmul", "cpu"): ("xla_blocked",),
+    ("grouped_matmul", "cpu"): ("xla_blocked", "xla"),
     ("grouped_matmul", "gpu"): ("pallas_gpu", "xla"),
     ("grouped_matmul", "tpu"): ("pallas_tpu", "xla"),
     ("linear", "cpu"): ("xla_cpu", "xla_sharded", "xla"),
@@ -120,6 +122,18 @@ ORDER: dict[tuple[str, str], tuple[str, ...]] = {
     ("rms_norm", "tpu"): ("pallas_tpu", "xla"),
 }
 ORDER |= {(op, ANY): ("xla",) for op, _ in IMPLEMENTATIONS}  # one program for all platforms
+
+_LEFT_OUT: ContextVar[frozenset[tuple[str, str]]] = ContextVar("left out", default=frozenset())
+
+
+@contextlib.contextmanager
+def leave_out(*names: tuple[str, str]) -> Iterator[None]:
+    """While it lasts, `auto` doesn't take these implementations, each an operation and a name."""
+    token = _LEFT_OUT.set(_LEFT_OUT.get() | set(names))
+    try:
+        yield
+    finally:
+        _LEFT_OUT.reset(token)
 
 
 def attention(
@@ -325,11 +339,18 @@ def paged_attention(
     return run(args, arrays)
 
 
+def preferred(op: str) -> str:
+    """Returns the implementation that `auto` tries first on the platform the program is compiled for."""
+    return next(name for name in ORDER[op, platform()] if (op, name) not in _LEFT_OUT.get())
+
+
 def choose(op: str, impl: str, *args, **options) -> Callable[..., Any]:
     """Returns the function of `op` that `impl` names, after checking that it can take the arguments."""
     if impl == "auto":
         where = platform()
         for name in ORDER[op, where]:
+            if (op, name) in _LEFT_OUT.get():
+                continue
             if IMPLEMENTATIONS[op, name].reason(*args, **options) is None:
                 _log_once(op, name, where)
                 return IMPLEMENTATIONS[op, name].run

@@ -3,14 +3,16 @@
 Chapters: 4.
 """
 
+import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
-import jax
 from flax import nnx
 
 from minitext.config.model import ModelConfig
 from minitext.config.section import cached
 from minitext.models.attention import Counts
+from minitext.models.lora import Adapter
 from minitext.models.transformer import VARIANTS, Transformer
 
 
@@ -37,13 +39,36 @@ def count_params(cfg: ModelConfig, *, active: bool = False) -> int:
     return layers + table + D + head + count_adapters(cfg)
 
 
-@cached
 def count_adapters(cfg: ModelConfig) -> int:
     """Returns the number of parameters of adapters, r * (D + F) for each projection that has one."""
+    return sum(one.layers * cfg.lora.rank * (one.inputs + one.outputs) for one in adapted(cfg))
+
+
+class Adapted(NamedTuple):
+    """A projection with an adapter.
+
+    Attributes:
+      layers: that have it.
+      inputs: its inputs D.
+      outputs: its outputs F.
+      axes: the names of D and F in the sharding rules.
+    """
+
+    layers: int
+    inputs: int
+    outputs: int
+    axes: tuple[str, str]
+
+
+@cached
+def adapted(cfg: ModelConfig) -> tuple[Adapted, ...]:
+    """Returns the projections that have adapters, those of stacked layers once."""
     if not cfg.lora.rank:
-        return 0
+        return ()
     model = nnx.eval_shape(lambda: Transformer(cfg, rngs=nnx.Rngs(0)))
-    return sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.LoRAParam)))
+    adapters = [one for _, one in nnx.iter_modules(model) if isinstance(one, Adapter)]
+    shapes = [(one.a.get_value().shape, one.b.get_value().shape, one.axes) for one in adapters]
+    return tuple(Adapted(math.prod(a[:-2]), a[-2], b[-1], axes) for a, b, axes in shapes)
 
 
 def count_flops(cfg: ModelConfig, tokens: int, seq_len: int, *, causal: bool = True) -> int:

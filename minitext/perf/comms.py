@@ -21,7 +21,7 @@ from minitext.compiler.hlo import ring_bytes
 from minitext.compiler.report import DCN
 from minitext.compiler.targets import Target
 from minitext.config.config import Config
-from minitext.models.flops import count_attention
+from minitext.models.flops import adapted, count_attention
 from minitext.models.moe import capacity
 from minitext.perf.sizes import Matrix, Sizes, check_products, slices_of
 from minitext.sharding.mesh import count_slices, show_factors
@@ -115,7 +115,9 @@ def predict(
     check(cfg)
     s = Sizes(cfg, mesh, backend, target)
     terms = []
-    for part, outside in PARTS:
+    trained = _gradients, _zero  # of weights, which beside adapters aren't trained
+    parts = [pair for pair in PARTS if pair[0] not in trained] if cfg.model.lora.rank else PARTS
+    for part, outside in parts:
         for kind in s.kinds:
             where = f"{kind.name}: " if kind.name else ""
             terms += [term._replace(name=where + term.name) for term in part(kind)]
@@ -180,6 +182,11 @@ def _notes(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> Iterator[str
         yield (
             "model.ffn.kind=moe: a ragged all-to-all sends what the router chose; an even share for each expert is "
             "counted"
+        )
+    if cfg.model.lora.rank and (s.tpu or s.optimizer * s.sequence * s.stages * s.experts > 1):
+        yield (
+            "model.lora: what adapters send is the formula for XLA's CPU backend and for mesh.data, fsdp, context and "
+            "tensor"
         )
     if cfg.train.loss_impl != "xla":
         yield f"train.loss_impl={cfg.train.loss_impl}: this is the formula for xla"
@@ -348,6 +355,7 @@ def _gradients(s: Sizes) -> Iterator[Term]:
         "biases": (_scaled(s.embed_biases, s.sent), residual),
         "biases by head or feature": (_scaled(s.biases, s.sent), s.context),
         "sinks": (_scaled(s.sinks, 4), s.context),
+        "RMSNorm scales over all heads": (_scaled(s.whole_norms, 4), s.context),
         "convolutions": (_scaled(s.taps, 4), s.context),
         "states' rates": (_scaled(s.rates, 4), s.context),
         "shared experts' gate": ((s.model.embed * s.sent,) * s.shared_gate, residual),
@@ -434,6 +442,35 @@ def _keeps_sum(s: Sizes, *columns: int | None, size: int | None = None) -> tuple
     return tuple(s.tpu and (odd if n is None else n < LANES and narrow) for n in columns)
 
 
+def _adapters(s: Sizes) -> Iterator[Term]:
+    """Adapters x A B are sent like the weights they stand beside: A's inputs and B's outputs are split as these are."""
+    r, steps, tokens = s.cfg.model.lora.rank, s.cfg.train.microbatches, s.layer_tokens
+    kind = _sum_kind(s, s.fsdp) if s.fsdp > 1 else "all-reduce"
+    split = dict.fromkeys(("heads", "kv_heads", "mlp"), s.tensor) | {"vocab": s.vocab}
+    for one in adapted(s.cfg.model):
+        runs = steps * one.layers // s.stages
+        for name, width in zip(one.axes, (one.inputs, one.outputs), strict=True):
+            size = r * width // split.get(name, 1)
+            if name == "embed":
+                # Weights' last product isn't needed again, as in `_fsdp`.
+                last = one.axes[0] == "mlp" and s.model.norms == "before"
+                again = ("recomputed",) * (s.recomputes and s.converts and not last)
+                for which in ("forward", "backward", *again):
+                    arrays = (size * s.sent_operand,)
+                    yield Term(f"adapters, {which}", "all-gather", s.fsdp, arrays, runs)
+                yield from _sums(s, "adapters", kind, (size * s.sent,), (False,), runs)
+                continue
+            for group in _groups(s, s.batch, s.context):
+                arrays = (size * s.sent,)
+                yield Term("gradient of the adapters", "all-reduce", group, arrays, runs)
+        rows, columns = (split.get(name, 1) for name in one.axes)
+        sums = (tokens * r * s.sent,)
+        yield Term("adapters' sums, forward", "all-reduce", rows, sums, runs)
+        if s.recomputes:
+            yield Term("adapters' sums, recomputed", "all-reduce", rows, sums, runs)
+        yield Term("adapters' sums, backward", "all-reduce", columns, sums, runs)
+
+
 def _outside(s: Sizes, chunks: int) -> tuple[int, int]:
     """Returns how often a gradient of the embedding table or the output layer is summed, and its bytes.
 
@@ -484,6 +521,7 @@ def _tensor(s: Sizes) -> Iterator[Term]:
     yield Term("row-parallel sums, forward", kind, s.tensor, rows + routed, r.forward)
     if s.recomputes:
         again = rows + routed if s.model.norms != "before" else rows[: 1 + s.shared_gate]
+        again = again[1:] if "attention_out" in s.model.saved else again
         yield Term("row-parallel sums, recomputed", kind, s.tensor, again, r.backward)
     # A TPU adds up the gradients of one input first.
     inputs = tuple(m.rows for m in s.matrices if m.split == "columns")
@@ -494,6 +532,13 @@ def _tensor(s: Sizes) -> Iterator[Term]:
     key = (tokens * s.rope_key * s.sent,)
     if s.rope_key:
         yield Term("gradient of the heads' rotated key", "all-reduce", s.tensor, key, r.backward)
+    # A norm over all heads first adds up its squares, and in the backward pass what its gradient has along a row.
+    squares = (4 * tokens,) * len(s.whole_norms)
+    yield Term("norms over all heads, forward", "all-reduce", s.tensor, squares, r.forward)
+    if s.recomputes:
+        name = "norms over all heads, recomputed"
+        yield Term(name, "all-reduce", s.tensor, squares, r.backward)
+    yield Term("norms over all heads, backward", "all-reduce", s.tensor, squares, r.backward)
     names = "tokens for q, k, v and gate, up"
     yield Term(f"{names}, forward", gather, s.sequence, (sent,) * 2, r.forward)
     # Experts keep the tokens that they got, unless the whole layer is recomputed.
@@ -654,6 +699,7 @@ PARTS = (
     (_fsdp, _fsdp_outside),
     (_gradients, _gradients_outside),
     (_zero, _zero_outside),
+    (_nothing, _adapters),
     (_tensor, _tensor_outside),
     (_nothing, _loss),
     (_context, _context_outside),

@@ -303,7 +303,11 @@ def _flops(node: _Node) -> float:
             (contracted, _), _ = node.eqn.params["dimension_numbers"]
             return 2.0 * result * math.prod(shapes[0][axis] for axis in contracted)
         case "ragged_dot" | "ragged_dot_general":  # each row of the left meets one group's matrix
-            return 2.0 * math.prod(shapes[0]) * shapes[1][-1]
+            numbers = node.eqn.params["ragged_dot_dimension_numbers"]
+            (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+            met = {*contracted, *batch, *numbers.rhs_group_dimensions}
+            columns = math.prod(n for axis, n in enumerate(shapes[1]) if axis not in met)
+            return 2.0 * math.prod(shapes[0]) * columns
         case name if name in _FUSES_INPUT and name != "dynamic_update_slice":
             return float(math.prod(shapes[0]))
         case "scatter-add" | "scatter_add":

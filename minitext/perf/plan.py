@@ -421,7 +421,8 @@ def _select_fitting(
 def _predict_memory(cfg: Config, target: Target) -> int:
     """Returns the bytes that a step should need on a device; of the state alone if that is too much already."""
     size = STATE_BYTES * parameters(cfg)
-    here = cfg.optim.kind == "adamw" and not cfg.optim.offload
+    # Beside adapters, parameters have no moments, and may be stored in fewer bits.
+    here = cfg.optim.kind == "adamw" and not cfg.optim.offload and not cfg.model.lora.rank
     if here and size > target.chip.usable_bytes:
         return size
     return memory.predict(cfg, abstract_mesh(cfg.mesh), "tpu", target.chip.vmem_bytes or 0).total

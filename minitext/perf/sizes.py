@@ -347,6 +347,13 @@ class Sizes:
         return (self.model.H,) * 2 if getattr(a, "qk_norm", "none") == "head" else ()
 
     @property
+    def whole_norms(self) -> tuple[int, ...]:
+        """Widths on a device of the norms of queries and keys over all heads."""
+        heads = self.model.heads, self.model.K
+        whole = getattr(self.model.attention, "qk_norm", "none") == "whole"
+        return tuple(n * self.model.H // self.tensor for n in heads) if whole else ()
+
+    @property
     def taps(self) -> tuple[int, ...]:
         """Elements on a device of each tap of DeltaNet's convolutions of q, k and v."""
         a = self.model.attention

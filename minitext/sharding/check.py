@@ -35,6 +35,7 @@ def check_mesh(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
                 f"only {usable}"
             )
     _check_states(cfg, shape["context"])
+    _check_order(cfg, shape["context"])
     rows = _check_batch(cfg, shape)
     check_sizes(cfg, mesh)
     _check_loss(cfg, rules, shape)
@@ -51,6 +52,17 @@ def _check_states(cfg: Config, context: int) -> None:
         raise UserError(
             f"mesh.context={context} cannot be combined with model.attention.kind=deltanet in any layer, whose state "
             "passes along the row from token to token: set mesh.context=1"
+        )
+
+
+def _check_order(cfg: Config, context: int) -> None:
+    # A ring needs the tokens in an order of its own, and all layers get them in one.
+    layers = [layer for stack in cfg.model.stacks.values() for layer in stack.layers]
+    methods = {model.attention.context for model in (cfg.model, *layers)}
+    if context > 1 and len(methods) > 1:
+        raise UserError(
+            f"mesh.context={context} needs one model.attention.context for all layers, and model.period has layers "
+            f"with another than model.attention.context={cfg.model.attention.context}: set them to the same"
         )
 
 

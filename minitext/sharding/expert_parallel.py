@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from minitext import hardware
+from minitext import hardware, kernels
 from minitext.errors import UserError
 from minitext.sharding.rules import STORAGE_AXES, ShardingRules
 
@@ -169,8 +169,9 @@ def on_each_device(
     """
     mesh = jax.sharding.get_abstract_mesh()
     stored = [name for name, each in axes.items() if each is None]
-    # On one accelerator too, kernels and XLA's ragged product want the experts to themselves.
-    if mesh.empty or (mesh.size == 1 and (stored or hardware.platform() == "cpu")):
+    # On one device too, kernels and XLA's ragged product want the experts to themselves. Blocks of rows don't.
+    blocked = kernels.preferred("grouped_matmul") == "xla_blocked"
+    if mesh.empty or (mesh.size == 1 and (stored or blocked)):
         sent = {name: send(lambda w: w, params[name], ()) for name, send in gathers.items()}
         return local(x, params | sent, layout)
     if stored:

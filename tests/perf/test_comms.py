@@ -213,6 +213,8 @@ PATTERNS = {
         "model.period=[{attention: {window: 8}}, {}]",
     ],
     "olmo": ["model.norms=after", "model.attention.qk_norm=head", "model.attention.gate=true"],
+    "lora": ["model.lora.rank=6"],
+    "olmo2": ["model.norms=after", "model.attention.qk_norm=whole"],
     "llama4": [
         "model.ffn.kind=moe", "model.ffn.scale_input=true", "model.ffn.shared_experts=1",
         "model.period=[{ffn: {kind: swiglu}, mlp: 96}, {}]",
@@ -252,6 +254,13 @@ PATTERNED = [
     ("llama4", "sharding.rules=tp_seq mesh.data=4 mesh.tensor=2"),
     ("gpt-oss", "sharding.rules=tp_seq mesh.data=4 mesh.tensor=2"),
     ("olmo", "mesh.fsdp=4 mesh.tensor=2 model.remat=full"),
+    ("olmo2", "mesh.fsdp=4 mesh.tensor=2 model.remat=full"),
+    ("olmo2", "mesh.fsdp=2 mesh.context=2 mesh.tensor=2"),
+    ("olmo2", "sharding.rules=tp_seq mesh.data=4 mesh.tensor=2"),
+    ("lora", "mesh.data=8"),
+    ("lora", "mesh.fsdp=4 mesh.tensor=2 model.remat=dots"),
+    ("lora", "mesh.fsdp=4 mesh.context=2"),
+    ("lora", "mesh.fsdp=8 model.dtype=bfloat16 model.remat=full"),
     ("one bias", "mesh.fsdp=8 model.remat=full"),
     ("biases", "mesh.fsdp=4 mesh.tensor=2"),
     ("gemma", "mesh.fsdp=8"),
@@ -266,7 +275,14 @@ PATTERNED = [
 ]
 
 
-@pytest.mark.parametrize("patterned", audit_but([("gemma", "mesh.fsdp=8")], PATTERNED))
+PATTERNED_QUICKLY = [
+    ("gemma", "mesh.fsdp=8"),
+    ("olmo2", "mesh.fsdp=4 mesh.tensor=2 model.remat=full"),
+    ("lora", "mesh.fsdp=4 mesh.tensor=2 model.remat=dots"),
+]
+
+
+@pytest.mark.parametrize("patterned", audit_but(PATTERNED_QUICKLY, PATTERNED))
 def test_the_formula_knows_layers_that_differ(patterned):
     name, layout = patterned
     found = audited(*SIZES, *PATTERNS[name], *layout.split())
@@ -368,6 +384,7 @@ def test_an_audit_shows_what_differs(capsys):
     [
         ("model.layers=1", "one layer in a loop"),
         ("optim.kind=muon", "optim.kind=muon"),
+        ("model.lora.rank=8", "what adapters send"),
         ("model.embed=64", "8 parts of 8 rows, no whole tiles of 16"),
     ],
 )

@@ -125,6 +125,15 @@ def test_a_kernel_counts_at_every_point_of_its_grid():
     assert op.bytes == 24 * 4 * (8 * 16 + 16 * 8 + 8 * 8)
 
 
+def test_products_of_groups_count_each_row_once_and_so_do_their_gradients():
+    rows, matrices, sizes = shape(64, 16), shape(4, 16, 48), shape(4, dtype=jnp.int32)
+    once = 2 * 64 * 16 * 48
+    assert product_flops(jax.lax.ragged_dot, rows, matrices, sizes) == once
+    loss = lambda *args: jnp.sum(jax.lax.ragged_dot(*args) ** 2)  # noqa: E731
+    for which in (0, 1):  # of the rows, of the matrices; beside the product itself
+        assert product_flops(jax.grad(loss, which), rows, matrices, sizes) == 2 * once
+
+
 def test_an_elementwise_chain_is_read_and_written_once():
     x = shape(1000)
     chain = lambda x: jnp.tanh(x * 2 + 1) / 3  # noqa: E731

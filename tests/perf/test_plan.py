@@ -169,6 +169,17 @@ def test_memory_is_predicted_first_for_the_fewest_rows(monkeypatch):
     assert smallest == args[2].chip.usable_bytes
 
 
+def test_what_is_not_trained_beside_adapters_has_no_moments():
+    """Of llama3.1-8b the parameters fit on four chips, and parameters with their moments don't."""
+    target = parse_target("v5e:2x2")
+    sizes = ["mesh.fsdp=4", "mesh.data=1", "train.global_batch=4", "data.seq_len=1024"]
+    whole, adapters = (
+        plan._predict_memory(load_config("llama3.1-8b", [*sizes, *more]), target)
+        for more in (["model.remat=full"], ["model.remat=full", "model.lora.rank=8"])
+    )
+    assert adapters < target.chip.usable_bytes < whole
+
+
 def test_links_of_as_many_dimensions_as_a_group_needs():
     rate = parse_target("v5e:2x2").chip.link_rate
     assert link_rate(parse_target("v5e:4x4"), 4) == rate  # a line

@@ -95,6 +95,16 @@ def test_the_kernels_counted_are_those_of_the_chip():
     )  # a CPU computes attention in blocks, and skips those that the mask excludes
 
 
+@pytest.mark.parametrize("chip", [None, "v5p", "h100"])
+def test_the_products_of_experts_are_counted_on_every_platform(chip):
+    cfg = load_config("moe-laptop", ["model.layers=1", "data.seq_len=128"])
+    m, ops = cfg.model, roofline.count_step(cfg, chip)
+    counted = sum(op.runs * op.flops for op in ops if op.is_product and "moe" in op.where)
+    tokens = cfg.train.global_batch * cfg.data.seq_len
+    experts = 3 * m.embed * m.mlp * m.ffn.experts_per_token + m.embed * m.ffn.experts
+    assert counted == pytest.approx(3 * 2 * tokens * experts, rel=0.02)
+
+
 def test_an_unknown_chip_is_one_line():
     with pytest.raises(UserError, match="there is no chip 'v9': choose chip=v4, "):
         roofline.predict_step(load_config("laptop"), "v9")

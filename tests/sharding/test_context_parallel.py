@@ -5,11 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from minitext.config.config import load_config
 from minitext.config.sections import MeshConfig
 from minitext.errors import UserError
 from minitext.kernels.attention.mask import Mask
+from minitext.sharding.check import check_mesh
 from minitext.sharding.context_parallel import context_attention, zigzag
-from minitext.sharding.mesh import make_mesh
+from minitext.sharding.mesh import abstract_mesh, make_mesh
 from minitext.sharding.rules import RULES
 from tests.conftest import audit_but
 from tests.kernels import dense
@@ -125,3 +127,20 @@ def test_blocks_that_a_window_hides_are_not_computed_with():
     out, dq = np.asarray(out), np.asarray(dq)
     assert np.all(np.isfinite(out[:, 6:42])) and np.all(np.isfinite(dq[:, 6:42]))
     assert np.all(np.isnan(out[:, :3]))
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        ["model.period=[{}, {attention: {context: allgather}}]"],
+        ["model.attention.context=allgather", "model.period=[{}, {attention: {context: ring}}]"],
+        ["model.attention.kind=deltanet", "model.period=[{attention: {kind: gqa}}]"],
+    ],
+)
+def test_layers_that_want_other_orders_of_tokens_are_refused(layers):
+    cfg = load_config("laptop", [*layers, "mesh.data=4", "mesh.context=2"])
+    with pytest.raises(UserError, match="one model.attention.context for all layers") as error:
+        check_mesh(cfg, abstract_mesh(cfg.mesh))
+    assert "\n" not in str(error.value)
+    whole = cfg.replace({"mesh.context": 1, "mesh.data": 8})
+    check_mesh(whole, abstract_mesh(whole.mesh))
