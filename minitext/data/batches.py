@@ -13,7 +13,7 @@ import atexit
 import json
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +26,10 @@ from minitext.data.chat import Chat, open_template
 from minitext.data.conversation_rows import ChatRows, empty_rows, open_chat_rows
 from minitext.data.placement import Batch, Placement, Split
 from minitext.data.rows import make_tokenizer, open_rows
-from minitext.data.streaming import StreamedWindows
+from minitext.data.streaming import StreamedWindows, part_of
 from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
+from minitext.sharding.transfer import share_bytes
 
 if TYPE_CHECKING:
     import jax
@@ -84,7 +85,10 @@ def make_batches(
         ahead = grain.experimental.ThreadPrefetchIterDataset(
             stream.map(finish), prefetch_buffer_size=READ_AHEAD
         )
-        return Batches(iter(ahead), placement, split, stream.digest)
+        padding = np.full((len(placement.rows), cfg.seq_len + 1), packing.PAD, np.int32)
+        return StreamedBatches(
+            iter(ahead), placement, split, stream.digest, lambda: finish(padding), named=cfg.hf_name
+        )
     rows = open_rows(cfg, tokenizer, split)
     local = LocalWindows(rows.windows, placement)
     # One thread: rows are in memory or in the page cache, so more would only share the GIL.
@@ -200,6 +204,73 @@ class Batches:
     def close(self) -> None:
         """Stops reading ahead. A closed iterator gives no more batches."""
         self._iterator.close()
+
+
+class StreamedBatches(Batches):
+    """Batches of a stream, of which each process may read a part of its own.
+
+    The positions in all parts are saved together. A validation pass ends when all parts have ended: a process whose
+    part is done gives padding until then, since a step that it leaves out would never end for the others.
+
+    All processes take the batches of a validation pass together, and so they call `get_state`.
+    """
+
+    def __init__(
+        self,
+        iterator: Any,
+        placement: Placement,
+        split: Split,
+        digest: str,
+        padding: Callable[[], Batch],
+        named: str | None,
+    ) -> None:
+        """Wraps an iterator as `Batches` does; `padding` makes a batch without targets."""
+        super().__init__(iterator, placement, split, digest)
+        self._padding, self._named = padding, named
+        self._part, self._parts = part_of(placement)
+        self._taken = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._taken = 0
+        return super().__iter__()
+
+    def __next__(self) -> Batch:
+        if self._split == "train":  # it never ends
+            return super().__next__()
+        batch = next(self._iterator, None)
+        going_on = b"0" if batch is None else b"1"
+        if b"1" in (share_bytes(going_on) if self._parts > 1 else [going_on]):
+            self._taken += 1
+            return self._padding() if batch is None else batch
+        if self._taken:
+            raise StopIteration
+        raise UserError(
+            f"data.hf_name={self._named} has so little text that none of it is held out for validation: raise "
+            "data.validation_fraction"
+        )
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the positions of the next batch in all parts, as JSON-able values."""
+        state = super().get_state()
+        if self._parts > 1:
+            mine = json.dumps([self._part, state["iterator"]])
+            found = [json.loads(data) for data in share_bytes(mine.encode())]
+            state["iterator"] = {"parts": {str(part): position for part, position in found}}
+        return state
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Moves to a position from `get_state`, of as many parts.
+
+        Raises:
+            UserError: also if the stream was divided among more or fewer processes.
+        """
+        parts = state.get("iterator", {}).get("parts", {"0": state.get("iterator")})
+        if len(parts) != self._parts:
+            raise UserError(
+                f"the saved position is in a stream in parts, {len(parts)} of them, and here they would be "
+                f"{self._parts}: start as many processes as before"
+            )
+        super().set_state({**state, "iterator": parts[str(self._part)]})
 
 
 class LocalWindows:

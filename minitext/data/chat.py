@@ -220,7 +220,7 @@ def special_tokens(said: Mapping[str, Any]) -> dict[str, str]:
 
 
 def write_chat(folder: Path, chat: Chat, ends: Collection[int]) -> None:
-    """Writes a template where `read_chat` finds it, with what it needs; files that are there stay.
+    """Writes a template where `read_chat` finds it, with what it needs; what files there say stays.
 
     Args:
       folder: a run's folder `published`, which may be missing.
@@ -234,9 +234,11 @@ def write_chat(folder: Path, chat: Chat, ends: Collection[int]) -> None:
     folder.mkdir(exist_ok=True)
     files.write(folder / "chat_template.jinja", chat.template or "")
     path = folder / "tokenizer_config.json"
-    if not path.exists():
-        said = {"tokenizer_class": "PreTrainedTokenizerFast", **chat.special}
-        files.write(path, json.dumps(said, indent=2))
+    said = _object(path) if path.exists() else {"tokenizer_class": "PreTrainedTokenizerFast"}
+    known = special_tokens(_object(folder / "special_tokens_map.json") | said)
+    missing = {name: token for name, token in chat.special.items() if name not in known}
+    if missing or not path.exists():
+        files.write(path, json.dumps(said | missing, indent=2))
     if more := set(ends) - chat.stops:
         path = folder / "generation_config.json"
         stops = sorted(chat.stops | more)

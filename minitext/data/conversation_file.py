@@ -81,9 +81,11 @@ def open_conversation_file(cfg: DataConfig, tokenizer: Tokenizer, chat: Chat) ->
     Raises:
       UserError: the source can't be read, has nothing to train on, or the cache can't be written.
     """
+    # A run notes what ended its turns as stops, which are more of them when it resumes, but no other special tokens.
+    special_ids = sorted({*tokenizer.spellings.values(), *chat.stops})
     key = fingerprint(
         RULES, cfg.source, sources.identity(cfg), fingerprint(tokenizer.to_json()), chat.template, chat.special,
-        sorted(chat.stops),
+        special_ids,
     )  # fmt: skip
     path = cache_dir() / f"conversations-{key}"
     found = _read(path)

@@ -195,7 +195,7 @@ def make_tokenizer(cfg: DataConfig, vocab: int) -> Tokenizer:
                 f"{ByteTokenizer.vocab_size} or more"
             )
         return ByteTokenizer()
-    key = fingerprint(sources.identity(cfg), vocab)
+    key = fingerprint(sources.identity_of_sample(cfg), vocab)
     path = cache_dir() / f"bpe-{key}" / "tokenizer.json"
     if not path.exists():
         texts = conversations.sample(cfg) if cfg.source in CHATS else sources.sample(cfg)

@@ -40,6 +40,16 @@ def identity(cfg: DataConfig) -> list[Any]:
     return [cfg.text_key, _stats(text_files.find_files(cfg))]
 
 
+def identity_of_sample(cfg: DataConfig) -> list[Any]:
+    """Returns JSON-able values that identify what `sample` yields, or for conversations what is said in them.
+
+    Beside the text that is how it's read: the same files may hold texts and conversations. `identity` of a stream
+    leaves out the times of local files, because saved positions have it and may move to another machine.
+    """
+    streamed = _stats(_files_of_hf(cfg)) if cfg.source == "hf" else []
+    return [cfg.source, identity(cfg), streamed]
+
+
 def _stats(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
     stats = [(str(path.resolve()), path.stat()) for path in paths]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]

@@ -24,6 +24,21 @@ from minitext.files import fingerprint
 RECORDS_AT_ONCE = 16  # tokenised together, on all cores; more would make saved positions larger
 
 
+def part_of(placement: Placement) -> tuple[int, int]:
+    """Returns which part of a stream a process reads, and how many parts there are: one for all that hold other rows.
+
+    Raises:
+        UserError: the processes' rows aren't equal, contiguous parts of a batch.
+    """
+    rows, count = placement.rows, placement.shape[0]
+    if count % len(rows) or rows[0] % len(rows) or rows[-1] - rows[0] != len(rows) - 1:
+        raise UserError(
+            "data.source=hf needs processes that hold equal, contiguous parts of the batch: "
+            "put mesh.data and mesh.fsdp outermost"
+        )
+    return rows[0] // len(rows), count // len(rows)
+
+
 class StreamedWindows(grain.IterDataset):
     """This process's rows of each global batch: int32 [rows, T + 1].
 
@@ -62,13 +77,7 @@ class StreamIterator(grain.DatasetIterator):
         """Starts at the first record."""
         super().__init__()
         self._of = dataset
-        rows, count = dataset.placement.rows, dataset.placement.shape[0]
-        if count % len(rows) or rows[0] % len(rows) or rows[-1] - rows[0] != len(rows) - 1:
-            raise UserError(
-                "data.source=hf needs processes that hold equal, contiguous parts of the batch: "
-                "put mesh.data and mesh.fsdp outermost"
-            )
-        self._part, self._parts = rows[0] // len(rows), count // len(rows)
+        self._part, self._parts = part_of(dataset.placement)
         self.set_state({"epoch": 0, "shard": 0, "records": None, "record": 0, "left": []})
 
     def get_state(self) -> dict[str, Any]:

@@ -117,8 +117,8 @@ class Tokenizer(ABC):
         return token
 
     def save(self, path: str | Path) -> None:
-        """Writes a JSON file for `load_tokenizer`."""
-        Path(path).write_text(json.dumps(self.to_json()), encoding="utf-8")
+        """Writes a JSON file for `load_tokenizer`, whole or not at all."""
+        files.write(Path(path), json.dumps(self.to_json()))
 
 
 class OwnTokenizer(Tokenizer):

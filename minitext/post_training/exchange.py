@@ -10,7 +10,7 @@ import numpy as np
 
 from minitext.post_training.reward_workers import Rewarded
 from minitext.post_training.sampler import Answer
-from minitext.sharding.transfer import NO_MESH
+from minitext.sharding.transfer import share_bytes
 
 
 def share_of(count: int) -> slice:
@@ -43,7 +43,9 @@ def exchange(
         why=np.asarray(rewarded.why),
     )
     found: list[Answer] = []
-    theirs = [np.load(io.BytesIO(data), allow_pickle=False) for data in _of_all(file.getvalue())]
+    theirs = [
+        np.load(io.BytesIO(data), allow_pickle=False) for data in share_bytes(file.getvalue())
+    ]
     for part in theirs:
         ends = np.cumsum(part["length"])[:-1]
         tokens, logp = (np.split(part[name], ends) for name in ("tokens", "logp"))
@@ -55,16 +57,3 @@ def exchange(
         next((why for part in theirs if (why := str(part["why"]))), ""),
     )
     return [found[at : at + n] for at in range(0, len(found), n)], whole
-
-
-def _of_all(data: bytes) -> list[bytes]:
-    """Returns the bytes of each process, which need not be equally many."""
-    from jax.experimental import multihost_utils
-
-    with jax.set_mesh(NO_MESH):
-        lengths = multihost_utils.process_allgather(np.asarray(len(data), np.int32)).tolist()
-        # Few sizes are compiled.
-        padded = np.zeros(1 << (max(lengths) - 1).bit_length(), np.uint8)
-        padded[: len(data)] = np.frombuffer(data, np.uint8)
-        rows = multihost_utils.process_allgather(padded)
-    return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]

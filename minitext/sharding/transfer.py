@@ -6,7 +6,8 @@ needs is whole on one of the old ones. Where it isn't, it goes through the host'
 the arrays on the old devices as the new ones need them before it copies. An array whose parts are on the new devices
 already is not copied: old and new have the same memory, and are deleted together when either is donated.
 
-With several processes each has devices of its own that it moves arrays to, and all move the same arrays together.
+With several processes each has devices of its own that it moves arrays to, and all move the same arrays together. What
+isn't arrays, `share_bytes` gives to all of them.
 
 Chapters: 26.
 """
@@ -135,3 +136,18 @@ def _mesh(sharding: NamedSharding) -> Mesh:
 
 def _whole(devices: Sequence[Any]) -> NamedSharding:
     return NamedSharding(Mesh(np.array(devices), ("copy",)), PartitionSpec())
+
+
+def share_bytes(data: bytes) -> list[bytes]:
+    """Returns the bytes of each process, which need not be equally many. All processes make the call."""
+    if jax.process_count() == 1:
+        return [data]
+    from jax.experimental import multihost_utils
+
+    with jax.set_mesh(NO_MESH):
+        lengths = multihost_utils.process_allgather(np.asarray(len(data), np.int32)).tolist()
+        # Few sizes are compiled.
+        padded = np.zeros(1 << (max(lengths) - 1).bit_length(), np.uint8)
+        padded[: len(data)] = np.frombuffer(data, np.uint8)
+        rows = multihost_utils.process_allgather(padded)
+    return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]

@@ -1,6 +1,7 @@
-"""Which run a run's adapters belong to: its checkpoint, by step and by what it holds.
+"""Which checkpoint of another run a run needs at each start, by step and by what it holds.
 
-A run with adapters saves them alone, so each start reads the other weights again. They must be the same ones.
+A run with adapters saves them alone, so each start reads the other weights again. One whose objective compares with the
+model that training started from reads that model again. They must be the same ones.
 
 Chapters: 26.
 """
@@ -34,7 +35,7 @@ def identify(checkpoint: Path, step: int) -> Base:
 
 
 def read(directory: Path) -> Base | None:
-    """Returns the base of a run's adapters, or None if the run has none yet.
+    """Returns the checkpoint that a run needs, or None if it has noted none yet.
 
     Raises:
       UserError: if the file is damaged.
@@ -51,5 +52,5 @@ def read(directory: Path) -> Base | None:
 
 
 def write(directory: Path, base: Base) -> None:
-    """Notes the base of a run's adapters."""
+    """Notes the checkpoint that a run needs."""
     files.write(directory / NAME, json.dumps(base._asdict()))

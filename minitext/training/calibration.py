@@ -42,7 +42,7 @@ class Observed(nnx.Module):
 
 
 def read_rows(source: str, cfg: Config, tokenizer: Tokenizer) -> np.ndarray:
-    """Returns tokens to calibrate with, [at most `ROWS`, data.seq_len].
+    """Returns tokens to calibrate with, [at most `ROWS`, data.seq_len or all tokens that there are], without padding.
 
     Args:
       source: a text file, `OWN` or `VALIDATION`.
@@ -58,7 +58,14 @@ def read_rows(source: str, cfg: Config, tokenizer: Tokenizer) -> np.ndarray:
         batches = make_batches(
             cfg.data, vocab=vocab, global_batch=ROWS, split=split, tokenizer=tokenizer
         )
-        return np.asarray(next(iter(batches))["tokens"])
+        batch = next(iter(batches))
+        # The last batch of little text is padded, and so is most of a row of conversations.
+        tokens = batch["tokens"][batch["segment_ids"] != 0]
+        if len(tokens) < 2:
+            raise UserError(f"the run's {split} text has {len(tokens)} tokens: name a text file")
+        length = min(len(tokens), cfg.data.seq_len)
+        count = len(tokens) // length
+        return np.reshape(tokens[: count * length], (count, length))
     return text_rows(source, tokenizer, cfg.data.seq_len, ROWS)
 
 

@@ -51,7 +51,7 @@ SOURCES = Path(__file__).parents[1]
 SECTIONS = ("model.", "sharding.", "pipeline.", "optim.", "objective.", "xla.", "mesh.dcn.")
 KEYS = (
     "data.seq_len", "train.steps", "train.global_batch", "train.microbatches", "train.z_loss",
-    "train.loss_chunks", "train.loss_impl",
+    "train.loss_chunks", "train.loss_impl", "train.on_nan",
 )  # fmt: skip
 # Entries of the manifest that must be equal on the machine that runs the program, and how to name them. Only the first
 # difference is reported: another device has another libtpu anyway.

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import yaml
 
-from minitext.config.config import Config
+from minitext.config.config import Config, load_config
 from minitext.models.flops import count_params
 from minitext.observability.metrics import read_json_lines, read_metrics
 from minitext.terminal import show_bytes
@@ -170,10 +170,10 @@ def _training_rows(directory: Path, cfg: Config, step: int) -> dict[str, str]:
     records = [r for r in read_metrics(directory) if r["step"] <= step]
     trained = bool(records)
     tokens = sum(r["tokens"] for r in records if _is_number(r.get("tokens")))
-    source, objective = (
-        cfg.checkpoint.load_parameters or cfg.checkpoint.load_full_state,
-        cfg.objective,
-    )
+    # Merged adapters are no longer beside another run's weights, which the run's own configuration still names.
+    own = load_config(None, [f"config={directory / 'config.yml'}"]).checkpoint
+    source, objective = own.load_parameters or own.load_full_state, cfg.objective
+    unit = " nats/token" if objective.kind == "lm" else ""
     return {
         "Training data": _data(cfg) if trained else UNKNOWN,
         "Objective": objective.kind if trained else UNKNOWN,
@@ -181,8 +181,8 @@ def _training_rows(directory: Path, cfg: Config, step: int) -> dict[str, str]:
         "Length of texts": f"{cfg.data.seq_len:,} tokens" if trained else UNKNOWN,
         "Steps": f"{step:,} of {cfg.train.steps:,}" if trained else UNKNOWN,
         "Tokens seen": f"{tokens:,.0f} targets" if trained else UNKNOWN,
-        "Loss in training": _last(records, "loss"),
-        "Loss in validation": _last(records, "val_loss"),
+        "Loss in training": _last(records, "loss", unit),
+        "Loss in validation": _last(records, "val_loss", unit),
         "Evaluation": _evaluations(directory, step),
     }  # fmt: skip
 
@@ -204,10 +204,10 @@ def _named(source: str, path: str | None, published: str | None) -> str:
     return f"{known.get(source, source)}{': ' if more else ''}{', '.join(more)}"
 
 
-def _last(records: Sequence[Mapping[str, Any]], key: str) -> str:
+def _last(records: Sequence[Mapping[str, Any]], key: str, unit: str) -> str:
     """Returns the last value of a loss, and its step."""
     found = [r for r in records if _is_number(r.get(key))]
-    return f"{found[-1][key]:.4f} nats/token at step {found[-1]['step']:,}" if found else UNKNOWN
+    return f"{found[-1][key]:.4f}{unit} at step {found[-1]['step']:,}" if found else UNKNOWN
 
 
 def _evaluations(directory: Path, step: int) -> str:

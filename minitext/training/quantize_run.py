@@ -134,13 +134,18 @@ def quantize_run(
       A row for each parameter, in the order of the checkpoint.
 
     Raises:
-      UserError: if a rule doesn't fit the model, a weight is infinite or NaN, the run is quantized already or holds no
-        usable checkpoint, or the target exists or can't be written.
+      UserError: if a rule doesn't fit the model, a weight is infinite or NaN, the run is quantized already, has
+        adapters or holds no usable checkpoint, or the target exists or can't be written.
     """
     target = Path(files.local_path(target))
     if target.exists():
         raise UserError(f"{target} exists: name a directory that does not")
     cfg = read_config(directory)
+    if cfg.model.lora.rank:
+        raise UserError(
+            f"{directory} has adapters alone, beside the weights of another run: export it, which adds them to these, "
+            "and quantize what is exported"
+        )
     there = stored_config(cfg, rules, str(directory))
     mesh = make_mesh(devices=jax.devices()[:1])
     like = abstract_state(there, mesh).params

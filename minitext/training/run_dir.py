@@ -11,7 +11,8 @@
       samples.txt      text sampled at the start, middle and end
       lock             who trains here (`minitext.training.claim`)
       checkpoints/     state, position in the data and configuration, by step
-      base.json        of a run with adapters: the checkpoint of the other weights (`minitext.training.base`)
+      base.json        the checkpoint of the weights beside adapters, or of the model that the objective compares
+                       with (`minitext.training.base`)
 
 Chapters: 6, 8, 26.
 """
@@ -313,8 +314,12 @@ def complete_state(cfg: Config, mesh: Mesh, state: TrainState, reference: bool) 
             f"objective.kind={cfg.objective.kind} compares with the model that training starts from: name its run in "
             "checkpoint.load_parameters"
         )
-    restored = _read_merged(source, _without_head(cfg), mesh)
-    return dataclasses.replace(state, reference=restored.state["params"])
+    directory = Path(cfg.run.dir) / str(cfg.run.name)
+    said = f"{directory} compares with", "start from"
+    reference, found = _read_same(directory, source, _without_head(cfg), mesh, *said)
+    if job.is_first():
+        base.write(directory, found)
+    return dataclasses.replace(state, reference=reference)
 
 
 def _without_head(cfg: Config) -> Config:
@@ -460,20 +465,40 @@ def _read_base(directory: Path, cfg: Config, mesh: Mesh) -> tuple[Any, base.Base
             f"{directory} has adapters beside the weights of checkpoint.load_parameters={source}, which is not a run "
             f"directory: put it back, or name where it is in {directory / CONFIG}"
         )
+    there = _without_head(cfg.model_copy(update={"model": without_lora(cfg.model)}))
+    said = f"the adapters of {directory} belong to", "train adapters beside"
+    return _read_same(directory, source, there, mesh, *said)
+
+
+def _read_same(
+    directory: Path, source: str, cfg: Config, mesh: Mesh, belongs: str, begin: str
+) -> tuple[Any, base.Base]:
+    """Reads parameters from another run's checkpoint: the newest, or the one from which they were read before.
+
+    Args:
+      directory: the run that needs them, which may have noted the checkpoint.
+      source: the run that has them.
+      cfg: of the model that they make.
+      mesh: the devices.
+      belongs: for errors, the words before `step 3 of runs/NAME`.
+      begin: for errors, how one would begin with another checkpoint.
+
+    Raises:
+      UserError: if they can't be read, or the checkpoint is gone or has other content.
+    """
     known, checkpoints = base.read(directory), Path(source) / CHECKPOINTS
     step = known.step if known else None
     if known and not (checkpoints / str(step)).is_dir():
         raise UserError(
-            f"the adapters of {directory} belong to step {step} of {source}, which is not there: put it back, or train "
-            "adapters beside what is there in another run.name"
+            f"{belongs} step {step} of {source}, which is not there: put it back, or {begin} what is there in another "
+            "run.name"
         )
-    there = _without_head(cfg.model_copy(update={"model": without_lora(cfg.model)}))
-    restored = _read_merged(source, there, mesh, step)
+    restored = _read_merged(source, cfg, mesh, step)
     found = base.identify(checkpoints / str(restored.step), restored.step)
     if known and found != known:
         raise UserError(
-            f"the adapters of {directory} belong to another step {step} than {source} has now: put that back, or train "
-            "adapters beside this one in another run.name"
+            f"{belongs} another step {step} than {source} has now: put that back, or {begin} this one in another "
+            "run.name"
         )
     return restored.state["params"], found
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 from minitext.config.data import DataConfig
 from minitext.config.sections import MeshConfig
+from minitext.data import batches as batches_module
 from minitext.data import grammar, packing, text_files, token_file
 from minitext.data.batches import LocalWindows, make_batches
 from minitext.data.rows import make_tokenizer, pack_source
@@ -831,6 +833,87 @@ def test_streamed_epochs_differ_in_the_order_of_shards(tmp_path):
     assert len({tuple(dict.fromkeys(order)) for order in orders}) > 1
     plain = streamed(cfg.model_copy(update={"shuffle": False}), "train", windows=60)
     assert plain[0].startswith("<0.0>") and plain[20].startswith("<0.")
+
+
+def in_two_processes(monkeypatch, body):
+    """Runs `body` in two threads that take themselves for the processes of a job, each with half of every batch."""
+    barrier, said, me = threading.Barrier(2, timeout=60), {}, threading.local()
+
+    def share_bytes(data):
+        said[me.index] = data
+        barrier.wait()
+        found = [said[0], said[1]]
+        barrier.wait()
+        return found
+
+    class Half:
+        def __init__(self, _, global_batch, seq_len):
+            self.shape, half = (global_batch, seq_len), global_batch // 2
+            self.rows = range(me.index * half, (me.index + 1) * half)
+
+        def __call__(self, batch):
+            return batch
+
+    def run(index):
+        me.index = index
+        return body()
+
+    monkeypatch.setattr(batches_module, "share_bytes", share_bytes)
+    monkeypatch.setattr(batches_module, "Placement", Half)
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, range(2)))
+
+
+def test_each_process_goes_on_in_its_own_part_of_a_stream(tmp_path, monkeypatch):
+    cfg = hub(tmp_path / "hub", shards=4)
+
+    def body():
+        whole = batches(cfg)
+        for _ in range(5):
+            next(whole)
+        state = whole.get_state()
+        return json.dumps(state), [next(whole) for _ in range(9)]
+
+    (state, first), (also, second) = in_two_processes(monkeypatch, body)
+    assert state == also  # whichever a checkpoint stores
+
+    def resume():
+        again = batches(cfg)
+        again.set_state(json.loads(state))
+        return [next(again) for _ in range(9)]
+
+    for found, want in zip(in_two_processes(monkeypatch, resume), (first, second), strict=True):
+        for pair in zip(found, want, strict=True):
+            same(*pair)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="parts, 2 of them, and here they would be 1: start as"):
+        batches(cfg).set_state(json.loads(state))
+
+
+def test_processes_validate_for_as_many_steps_whatever_their_parts_hold(tmp_path, monkeypatch):
+    cfg = hub(tmp_path / "hub", shards=2, validation_fraction=0.3)
+    (tmp_path / "hub" / "1.parquet").unlink()
+    shutil.copy(tmp_path / "hub" / "0.parquet", tmp_path / "hub" / "1.parquet")
+    import pyarrow.parquet as pq
+
+    few = pq.read_table(tmp_path / "hub" / "1.parquet").slice(0, 6)
+    pq.write_table(few, tmp_path / "hub" / "1.parquet")
+
+    def body():
+        held_out = batches(cfg, split="validation")
+        return [[batch["loss_mask"].sum() for batch in held_out] for _ in range(2)]
+
+    (first, again), (second, too) = in_two_processes(monkeypatch, body)
+    assert len(first) == len(second) and first == again and second == too
+    assert first[-1] > 0 == second[-1]  # padding
+
+
+def test_a_stream_too_short_to_hold_anything_out_is_one_line(tmp_path):
+    cfg = hub(tmp_path / "hub", shards=1, records=3, validation_fraction=0.001)
+    with pytest.raises(
+        UserError, match="none of it is held out .*: raise data.validation_fraction"
+    ):
+        next(iter(batches(cfg, split="validation")))
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from minitext.data.chat import Chat, read_chat
+from minitext.config.data import DataConfig
+from minitext.data.chat import Chat, open_template, read_chat, write_chat
 from minitext.data.tokenizer import ByteTokenizer
 from minitext.errors import UserError
 
@@ -106,6 +107,19 @@ def test_what_a_folder_says(tmp_path):
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     assert read_chat(tmp_path, tokenizer).template == "b"
+
+
+@pytest.mark.parametrize("said", [None, {"eos_token": None, "bos_token": "<s>"}])
+def test_a_run_renders_alike_when_it_resumes(said, tmp_path):
+    """Also beside a tokenizer_config.json that came with the model and names no token that ends a text."""
+    if said is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+    cfg = DataConfig(source="conversations", path="a.jsonl")
+    first = open_template(cfg, ByteTokenizer(), tmp_path)
+    write_chat(tmp_path, first, {ByteTokenizer().eod_id})
+    again = read_chat(tmp_path, ByteTokenizer())
+    assert again == first
+    assert again.render(TALK[:3]) == first.render(TALK[:3])
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"x" * 300_000])

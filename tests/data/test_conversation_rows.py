@@ -15,10 +15,11 @@ from minitext.config.data import DataConfig
 from minitext.config.sections import MeshConfig
 from minitext.data import conversation_file, conversation_rows, preview
 from minitext.data.batches import LocalRows, make_batches
-from minitext.data.chat import open_template
+from minitext.data.chat import open_template, read_chat, write_chat
 from minitext.data.conversation_rows import best_fit, open_chat_rows
-from minitext.data.tokenizer import END, ByteTokenizer, train_bpe
+from minitext.data.tokenizer import END, ByteTokenizer, read_published, train_bpe
 from minitext.errors import UserError
+from tests.data.test_chat_mask import CHATML, published
 
 BYTES = ByteTokenizer()
 KEYS = {"tokens", "targets", "positions", "segment_ids", "loss_mask"}
@@ -245,6 +246,21 @@ def test_what_is_read_is_kept_and_read_again_when_something_changes(tmp_path, mo
     open_chat_rows(cfg, bpe, open_template(cfg, bpe), "train")
     conversations(path, 41)
     assert len({*digests, other, rows(cfg)[0].digest}) == 3 and len(made) == 4
+
+
+def test_a_run_that_resumes_reads_what_its_first_start_kept(tmp_path):
+    """A run notes the tokens that end turns, here one that neither the model nor its tokenizer names as an end."""
+    tokenizer = read_published(
+        json.dumps(published("trimmed").published()), "<|endoftext|>", "here"
+    )
+    (tmp_path / "template.jinja").write_text(CHATML)
+    cfg = chats(conversations(tmp_path / "a.jsonl"), chat_template=str(tmp_path / "template.jinja"))
+    first = open_template(cfg, tokenizer)
+    kept = conversation_file.open_conversation_file(cfg, tokenizer, first)
+    write_chat(tmp_path / "published", first, kept.turn_ends)
+    again = read_chat(tmp_path / "published", tokenizer)
+    assert again.stops > first.stops
+    assert conversation_file.open_conversation_file(cfg, tokenizer, again).path == kept.path
 
 
 def test_a_damaged_entry_of_the_cache_is_made_again(tmp_path, cache_path):

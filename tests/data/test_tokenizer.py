@@ -1,6 +1,7 @@
 """Tokenizers: nothing is lost, nothing crashes, what is saved comes back."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -82,6 +83,21 @@ def test_saved_and_loaded(tokenizer, tmp_path):
     assert (loaded.vocab_size, loaded.eod_id) == (tokenizer.vocab_size, tokenizer.eod_id)
 
 
+def test_a_save_that_is_cut_short_leaves_no_file(bpe, tmp_path, monkeypatch):
+    written = Path.write_text
+
+    def killed(self, text, **options):
+        written(self, text[: len(text) // 2], **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        bpe.save(tmp_path / "tokenizer.json")
+    assert not [
+        *tmp_path.iterdir()
+    ]  # half a file would stay in a run, and be refused when it resumes
+
+
 def test_loading_something_else_is_one_clear_line(tmp_path):
     with pytest.raises(UserError, match=r"cannot read .*none\.json: No such file"):
         load_tokenizer(tmp_path / "none.json")
@@ -121,3 +137,24 @@ def test_bpe_is_trained_once_and_kept(tmp_path, monkeypatch):
     assert make_tokenizer(cfg, 280).to_json() == first.to_json() == json.loads(saved.read_text())
     assert saved.stat().st_mtime_ns == changed
     assert make_tokenizer(cfg, 270).vocab_size == 270 < first.vocab_size == 280
+
+
+def test_bpe_is_trained_again_where_other_text_is_read(tmp_path, monkeypatch):
+    """Of a file that holds texts and conversations, and of a stream whose file changes."""
+    monkeypatch.setenv("MINITEXT_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "a.jsonl"
+
+    def write(text, said):
+        talk = [{"role": "user", "content": said}, {"role": "assistant", "content": said}]
+        path.write_text(json.dumps({"text": text, "messages": talk}) + "\n")
+
+    def first_merge(**values):
+        cfg = DataConfig(path=str(path), tokenizer="bpe", **values)
+        return make_tokenizer(cfg, 300).decode([256])
+
+    write("ab" * 50, "cd" * 50)
+    assert first_merge(source="files") in "abab"
+    assert first_merge(source="conversations") in "cdcd"
+    assert first_merge(source="hf", hf_name="json") in "abab"
+    write("ef" * 60, "cd" * 50)
+    assert first_merge(source="hf", hf_name="json") in "efef"

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from minitext.checkpoint.checkpointer import Checkpointer
+from minitext.errors import UserError
 from minitext.observability.metrics import read_metrics
 from minitext.post_training import recipes
 from minitext.post_training.preference import LOSSES, Answers, preferences, sum_answers
@@ -244,3 +247,26 @@ def run_of(cfg, stop=None):
         with pytest.raises(Interrupted):
             training.train(cfg, Console(quiet=True), task=task_of(cfg))
     return None
+
+
+def test_a_run_that_resumes_compares_with_the_model_that_it_started_from(tmp_path):
+    """Also when the run it came from has been trained on in the meantime."""
+    pairs_file(tmp_path / "pairs.jsonl", 40)
+    cfg, params = write_run(tmp_path / "base", "data.seq_len=128", "model.layers=1")
+    words = [
+        f"data.path={tmp_path / 'pairs.jsonl'}", f"run.dir={tmp_path}", "run.name=a", "train.steps=2",
+        "train.global_batch=8", "train.save_every=1", "optim.learning_rate=1e-5", "data.validation_fraction=0.2",
+        "model.scan_layers=false",
+    ]  # fmt: skip
+    preferring = recipes.new_config(tmp_path / "base", "dpo", words)
+    run_of(preferring, stop=1)
+    other = jax.tree.map(lambda x: 1.5 * x, params)
+    with Checkpointer(tmp_path / "base" / "checkpoints") as checkpointer:
+        checkpointer.save(4, {"params": other}, {}, cfg.model_dump(mode="json"), wait=True)
+    lines = read_metrics(run_of(preferring))
+    np.testing.assert_allclose(
+        lines[1]["loss"], np.log(2), rtol=1e-2
+    )  # the policy has hardly moved
+    shutil.rmtree(tmp_path / "base" / "checkpoints" / "3")
+    with pytest.raises(UserError, match="a compares with step 3 of .* which is not there"):
+        run_of(preferring.replace({"train.steps": 3}))

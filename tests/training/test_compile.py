@@ -96,6 +96,7 @@ def test_the_file_holds_no_pickle(saved):
     [
         ({"optim.b2": 0.9}, "compiled with optim.b2=0.95, not 0.9"),
         ({"data.seq_len": 32}, "compiled with data.seq_len=16, not 32"),
+        ({"train.on_nan": "skip"}, "compiled with train.on_nan=stop, not skip"),
         ({"mesh.data": 4, "mesh.fsdp": 2}, "mesh data=2 x fsdp=4, and here it is data=4 x fsdp=2"),
         ({"train.executable": "nowhere.zip"}, "nowhere.zip cannot be read .No such file"),
     ],

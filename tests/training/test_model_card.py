@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 import minitext as mt
+from minitext.config.config import to_yaml
 from minitext.training import model_card, run_dir
 from tests.conftest import TINY
 
@@ -16,7 +17,7 @@ PATH = "/home/someone/secret/tales of two.txt"
 def write_run(folder, *settings, metrics=True):
     cfg = mt.load_config("laptop", [*TINY, "train.steps=9", *settings])
     folder.mkdir()
-    (folder / "config.yml").write_text("")
+    (folder / "config.yml").write_text(to_yaml(cfg))
     lines = [
         {"step": 1, "loss": 5.0, "tokens": 100},
         {"step": 2, "loss": 4.25, "tokens": 90, "val_loss": 4.5},
@@ -51,6 +52,19 @@ def test_a_card_says_what_the_run_says_up_to_the_step(tmp_path):
     assert "4.00 KiB (4,096 bytes)" in rows["Weights"]
     assert rows["Evaluation"].startswith("unknown")
     assert "someone" not in make(tmp_path / "run", cfg)
+
+
+def test_merged_adapters_began_from_the_run_beside_which_they_were_trained(tmp_path):
+    cfg = write_run(tmp_path / "run", "model.lora.rank=2", "checkpoint.load_parameters=runs/base")
+    merged = cfg.replace({"model.lora.rank": 0, "checkpoint.load_parameters": None})
+    assert read(make(tmp_path / "run", merged))[1]["Began from"] == "base"
+
+
+def test_only_the_loss_of_a_language_model_is_in_nats_for_each_token(tmp_path):
+    settings = ["objective.kind=preference", "data.source=preferences", "data.path=a.jsonl"]
+    for name, words, said in (("a", [], "4.2500 nats/token at"), ("b", settings, "4.2500 at")):
+        rows = read(make(tmp_path / name, write_run(tmp_path / name, *words)))[1]
+        assert rows["Loss in training"] == f"{said} step 2"
 
 
 def test_what_is_not_known_is_unknown(tmp_path):

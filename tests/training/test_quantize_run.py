@@ -13,6 +13,7 @@ from minitext.checkpoint.checkpointer import Checkpointer
 from minitext.config.config import load_config, to_yaml
 from minitext.config.quantization import STORAGE_PRESETS, StorageRule
 from minitext.data.tokenizer import ByteTokenizer
+from minitext.errors import UserError
 from minitext.inference.cpu_decode import StreamedLinear, split_projections, unstack_layers
 from minitext.inference.engine import Engine, EngineOptions
 from minitext.inference.generate import Sampling, generate
@@ -157,6 +158,15 @@ def test_what_cannot_be_quantized_leaves_nothing(tmp_path, minitext):
     assert code == 2 and "exists" in err
 
 
+def test_a_run_with_adapters_is_to_be_exported_first(tmp_path):
+    """It has adapters alone: what would be made couldn't be read beside the float32 weights of its base."""
+    more = ["model.lora.rank=2", f"checkpoint.load_parameters={tmp_path / 'base'}"]
+    write_run(tmp_path / "a", *more)
+    with pytest.raises(UserError, match="has adapters alone.*: export it"):
+        quantize_run(tmp_path / "a", tmp_path / "b", STORAGE_PRESETS["int8"])
+    assert not (tmp_path / "b").exists()
+
+
 # Text with some words far more frequent than others, so that inputs differ in their moments.
 TEXT = "the cat sat on the mat and the dog sat on the cat; " * 60
 
@@ -190,6 +200,20 @@ def test_calibration_lowers_the_error_of_logits(tmp_path, minitext):
     words = ("--rules", "int4", "--calibrate", tmp_path / "short.txt")
     code, _, err = minitext("quantize", tmp_path / "a", tmp_path / "c", *words)
     assert code == 2 and "has 3 tokens" in err and not (tmp_path / "c").exists()
+
+
+def test_little_text_is_measured_without_the_padding_of_its_batch(tmp_path):
+    """A run of a hundred bytes has fewer rows than a batch, and the last row isn't full."""
+    (tmp_path / "text.txt").write_text(TEXT[:200])
+    data = [
+        f"data.path={tmp_path / 'text.txt'}",
+        "data.source=files",
+        "data.validation_fraction=0.4",
+    ]
+    cfg, _ = write_run(tmp_path / "a", *data)
+    rows_BT = calibration.read_rows(calibration.VALIDATION, cfg, ByteTokenizer())
+    assert rows_BT.shape[1] == 16 and 1 < len(rows_BT) < calibration.ROWS
+    assert (rows_BT > 0).all()  # a byte 0 is nowhere in the text
 
 
 @pytest.mark.audit
