@@ -411,7 +411,7 @@ def flatten(tree: Any, prefix: str = "", where: str = "") -> dict[str, Any]:
     Args:
       tree: the mappings.
       prefix: of the keys.
-      where: what an error about the whole tree begins with, such as `config=a.yml: `.
+      where: what an error about the whole tree begins with, such as the name of its file.
 
     Raises:
       ConfigError: if `tree` is no mapping, or its mappings are nested deeper than any key, such as one that a YAML

@@ -26,7 +26,7 @@ from minitext.data.chat import Chat, open_template
 from minitext.data.conversation_rows import ChatRows, empty_rows, open_chat_rows
 from minitext.data.placement import Batch, Placement, Split
 from minitext.data.rows import make_tokenizer, open_rows
-from minitext.data.streaming import StreamedWindows, part_of
+from minitext.data.streaming import StreamedWindows, part_of_stream
 from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
 from minitext.sharding.transfer import share_bytes
@@ -227,7 +227,7 @@ class StreamedBatches(Batches):
         """Wraps an iterator as `Batches` does; `padding` makes a batch without targets."""
         super().__init__(iterator, placement, split, digest)
         self._padding, self._named = padding, named
-        self._part, self._parts = part_of(placement)
+        self._part, self._parts = part_of_stream(placement)
         self._taken = 0
 
     def __iter__(self) -> Iterator[Batch]:

@@ -24,7 +24,7 @@ from minitext.files import fingerprint
 RECORDS_AT_ONCE = 16  # tokenised together, on all cores; more would make saved positions larger
 
 
-def part_of(placement: Placement) -> tuple[int, int]:
+def part_of_stream(placement: Placement) -> tuple[int, int]:
     """Returns which part of a stream a process reads, and how many parts there are: one for all that hold other rows.
 
     Raises:
@@ -77,7 +77,7 @@ class StreamIterator(grain.DatasetIterator):
         """Starts at the first record."""
         super().__init__()
         self._of = dataset
-        self._part, self._parts = part_of(dataset.placement)
+        self._part, self._parts = part_of_stream(dataset.placement)
         self.set_state({"epoch": 0, "shard": 0, "records": None, "record": 0, "left": []})
 
     def get_state(self) -> dict[str, Any]:
