@@ -11,8 +11,7 @@
       samples.txt      text sampled at the start, middle and end
       lock             who trains here (`minitext.training.claim`)
       checkpoints/     state, position in the data and configuration, by step
-      base.json        the checkpoint of the weights beside adapters, or of the model that the objective compares
-                       with (`minitext.training.base`)
+      base.json        the checkpoint that adapters or the objective need (`minitext.training.base`)
 
 Chapters: 6, 8, 26.
 """
