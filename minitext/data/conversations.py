@@ -43,7 +43,7 @@ NO_TURN = "no turn of the assistant's"
 EMPTY = "an empty answer"
 ALIKE = "equal answers, chosen and rejected"
 APART = "chosen and rejected conversations that have no question in common"
-TOOLS = "tools or calls of them, which are not rendered"
+TOOLS = "tools or tool calls, which are not rendered"
 WEIGHED = "a weight on a turn, which is not applied"
 BAD = "a completion labelled as one to avoid"
 

@@ -4,8 +4,8 @@ The library llguidance keeps a parser for each text and says which tokens may fo
 cross the borders of a grammar's words, so this is more than a look at the next character; the library needs well under
 a millisecond for it.
 
-There are grammars with which it needs hours, or gigabytes. So each is first read in another process, which
-`grammar_check` describes, and a text ends whose next token takes the library too long.
+Some grammars take it hours, or gigabytes. So each one is first read in another process (see `grammar_check`), and a
+text ends if the library takes too long over its next token.
 
 Chapters: 24.
 """

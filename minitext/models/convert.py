@@ -174,7 +174,8 @@ class Table:
         if not sizes:
             return ""
         size = terminal.show_bytes(sum(sizes.values()))
-        return f"left unread, for the text doesn't need them: {len(sizes)} tensors ({size}), such as {min(sizes)}"
+        count = f"{len(sizes)} tensors ({size}), such as {min(sizes)}"
+        return f"left unread, because the language model doesn't use them: {count}"
 
 
 def load(

@@ -185,8 +185,8 @@ def _notes(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> Iterator[str
         )
     if cfg.model.lora.rank and (s.tpu or s.optimizer * s.sequence * s.stages * s.experts > 1):
         yield (
-            "model.lora: what adapters send is the formula for XLA's CPU backend and for mesh.data, fsdp, context and "
-            "tensor"
+            "model.lora: what adapters send is predicted for XLA's CPU backend alone, and for mesh.data, fsdp, context "
+            "and tensor"
         )
     if cfg.train.loss_impl != "xla":
         yield f"train.loss_impl={cfg.train.loss_impl}: this is the formula for xla"

@@ -93,7 +93,7 @@ def test_logits_of_a_wrapper_s_text(case, length, wrapped):
     assert apart(forward(both.ours, text), theirs(both.theirs, text)) < WITHIN
 
 
-IMAGE = 7  # `WRAPPED`'s token in the place of an image, here a token as any other
+IMAGE = 7  # the id that stands for an image in `WRAPPED`; in a text alone it's an ordinary token
 
 
 @pytest.fixture(scope="module")
