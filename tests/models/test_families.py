@@ -83,6 +83,9 @@ def test_logits_at_every_length(case, pair):
         assert apart(forward(both.ours, tokens_BT), theirs(both.theirs, tokens_BT)) < WITHIN, length
 
 
+IMAGE = 7  # the id that stands for an image in `WRAPPED`; in a text alone it's an ordinary token
+
+
 # Lengths on both sides of the window and chunk of 5, and one beyond all else.
 @pytest.mark.parametrize("length", [4, 5, 6, LENGTH])
 @pytest.mark.parametrize("case", audit_but(("gemma3", "llama4"), WRAPPED))
@@ -91,9 +94,6 @@ def test_logits_of_a_wrapper_s_text(case, length, wrapped):
     text = tokens(length)
     text[:, 1] = IMAGE
     assert apart(forward(both.ours, text), theirs(both.theirs, text)) < WITHIN
-
-
-IMAGE = 7  # the id that stands for an image in `WRAPPED`; in a text alone it's an ordinary token
 
 
 @pytest.fixture(scope="module")

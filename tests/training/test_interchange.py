@@ -169,7 +169,7 @@ def test_the_text_of_a_model_of_images_goes_in_and_comes_out_alone(tmp_path, min
     code, _, err = minitext("import", tmp_path / "theirs", tmp_path / "run")
     assert code == 0, err
     images = sum("vision_tower" in n or "projector" in n for n, _ in theirs.named_parameters())
-    assert "(gemma3_text)" in err and f"doesn't need them: {images} tensors (" in err
+    assert "(gemma3_text)" in err and f"doesn't use them: {images} tensors (" in err
 
     interchange.export_hf(tmp_path / "run", tmp_path / "out")
     out = json.loads((tmp_path / "out" / "config.json").read_text())
