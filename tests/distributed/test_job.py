@@ -9,7 +9,9 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 from rich.console import Console
 
 from minitext.config.config import load_config
@@ -176,6 +178,34 @@ def test_resuming_with_other_numbers_of_processes_is_exact(tmp_path):
         assert_same_arrays(*states)
     cfg = load_config("laptop", settings_of(tmp_path, "whole", *steps))
     assert_same_curve(directory / name, run.train(cfg, Console(quiet=True)))
+
+
+@pytest.mark.audit
+def test_processes_that_read_parts_of_a_stream_resume_bit_equal(tmp_path):
+    """The parts hold unequal numbers of rows, for training and for validation."""
+    for part, records in enumerate((20, 200)):
+        rows = [f"<{part}.{i}> " + "x" * (7 * i % 60) for i in range(records)]
+        table = pa.table({"text": rows})
+        parquet.write_table(table, tmp_path / f"{part}.parquet")
+    stream = [
+        "data.source=hf", "data.hf_name=parquet", f"data.path={tmp_path}/*.parquet", "data.validation_fraction=0.2",
+        "train.steps=8", "train.eval_every=2", "train.eval_batches=1000",  # all of them
+    ]  # fmt: skip
+
+    def job(name):
+        return start(2, 1, ["-m", "minitext", "train", *settings_of(tmp_path, name, *stream)])
+
+    finish(job("whole"))
+    killed = job("killed")
+    wait_for(lambda: (tmp_path / "killed" / "checkpoints" / "4").exists(), killed)
+    for process in killed:
+        process.kill()
+        process.communicate()
+    finish(job("killed"))
+    found, want = (read_metrics(tmp_path / name) for name in ("killed", "whole"))
+    for ours, theirs in zip(found, want, strict=True):
+        for key in ("step", "loss", "grad_norm", "val_loss", "tokens"):
+            assert ours.get(key) == theirs.get(key)
 
 
 def wait_for(condition, job, seconds=200):
