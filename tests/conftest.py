@@ -1,6 +1,7 @@
 """What every test starts from: CPU, eight simulated devices, caches of its own."""
 
 import collections
+import fcntl
 import functools
 import gc
 import itertools
@@ -185,11 +186,23 @@ def tiny():
 def adapted(tiny, tmp_path_factory):
     """A folder with a trained run, and a run with adapters beside it of six steps, saved after three.
 
-    It's for all files that need such runs. A test that changes them works on copies.
+    It's for all files that need such runs. A test that changes them works on copies. Workers share it: the first that
+    asks makes the runs.
     """
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # each worker has a folder of its own in it
+    folder = root / "adapted"
+    with open(root / "adapted.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "tuned" / "checkpoints" / "6").exists():
+            _make_adapted(folder, tiny)
+    return folder
+
+
+def _make_adapted(folder, tiny):
     from minitext.training import run
 
-    folder = tmp_path_factory.mktemp("adapted")
     cfg = tiny(f"run.dir={folder}", "run.name=base", "train.steps=3")
     run.train(cfg, Console(quiet=True))
     values = {
@@ -197,7 +210,6 @@ def adapted(tiny, tmp_path_factory):
         "model.lora.rank": 4, "model.lora.alpha": 8.0, "checkpoint.load_parameters": f"{folder}/base",
     }  # fmt: skip
     run.train(cfg.replace(values), Console(quiet=True))
-    return folder
 
 
 @pytest.fixture(scope="module")

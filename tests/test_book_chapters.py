@@ -4,7 +4,6 @@ import functools
 import re
 from pathlib import Path
 
-import jupytext
 import pytest
 
 CHAPTERS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("[0-9]*.md"))
@@ -20,6 +19,8 @@ STILTED = (
 
 @functools.cache
 def read(path):
+    import jupytext  # for seconds: it compiles a grammar
+
     return jupytext.read(path).cells
 
 

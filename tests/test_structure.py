@@ -10,7 +10,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import jupytext
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -445,10 +444,17 @@ def test_modules_name_chapters_and_chapters_name_modules():
             assert chapter in chapters_of(path), f"minitext.{name} does not name chapter {chapter}"
 
 
+@functools.cache
+def read_notebook(path):
+    import jupytext  # for seconds: it compiles a grammar
+
+    return jupytext.read(path)
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_notebooks_are_paired_and_hold_no_outputs(path):
     pair = json.loads(path.with_suffix(".ipynb").read_text())
-    text = jupytext.read(path)
+    text = read_notebook(path)
     assert [c["cell_type"] for c in pair["cells"]] == [c["cell_type"] for c in text.cells]
     for cell, source in zip(pair["cells"], text.cells, strict=True):
         assert "".join(cell["source"]) == source["source"]
@@ -476,7 +482,7 @@ def test_chapters_define_nothing_the_package_defines(path):
     Exercises are the learner's own and may be called what the field calls them.
     """
     public = public_names()
-    for cell in jupytext.read(path).cells:
+    for cell in read_notebook(path).cells:
         if cell["cell_type"] != "code" or "exercise" in cell["metadata"].get("tags", []):
             continue
         code = "\n".join(

@@ -329,7 +329,7 @@ def test_names_that_do_not_exist_and_shapes_that_do_not_go_are_refused():
 
 
 def test_training_on_a_cpu_imports_only_what_it_needs(tmp_path):
-    """The whole command in its own process: no other platform's kernel, no compiler, no prediction, no grader.
+    """The whole command in its own process: no other platform's kernel, compiler, prediction, grader or engine.
 
     Of the room `compiler`, a step needs its options alone.
     """
@@ -351,7 +351,7 @@ def test_training_on_a_cpu_imports_only_what_it_needs(tmp_path):
     loaded = lines.splitlines()[-1].split()
     assert "minitext.kernels.attention.xla" in loaded
     foreign = {"tpu", "gpu", "cudnn", "tpu_grid", "gpu_blocks", "tiles_tpu", "tiles_gpu", "cases"}
-    foreign |= {"compiler", "perf", "book"}
+    foreign |= {"compiler", "perf", "book", "engine"}
     loaded = set(loaded) - {"minitext.compiler", "minitext.compiler.options"}
     assert not [name for name in loaded if foreign & set(name.split("."))]
 

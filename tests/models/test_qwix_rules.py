@@ -119,7 +119,8 @@ def test_one_line_stores_every_layers_weights_in_8_bits(kind, dtype, scan):
     np.testing.assert_array_equal(logits, call(taken))
 
 
-@pytest.mark.parametrize("kind", audit_but(["dense"], ["dense", "experts with slots"]))
+@pytest.mark.audit
+@pytest.mark.parametrize("kind", ["dense", "experts with slots"])
 def test_scanned_and_unrolled_layers_store_the_same(kind):
     taken = [
         qwix.quantize_model(
@@ -231,6 +232,7 @@ def test_hidden_states_are_quantized_where_they_are_asked_for():
     assert 0 < error(taken.hidden(TOKENS)[0], exact) < 0.05
 
 
+@pytest.mark.audit
 def test_fake_quantization_for_training_is_the_same_provider_without_a_type_of_gradients():
     """Quantization-aware training: the forward pass rounds, the backward pass is exact."""
     model = make_model()
@@ -418,7 +420,8 @@ def on_mesh(preset, take):
         return np.asarray(taken(tokens)), taken
 
 
-@pytest.mark.parametrize("preset", audit_but(["fsdp"], ["dp", "fsdp"]))
+@pytest.mark.audit
+@pytest.mark.parametrize("preset", ["dp", "fsdp"])
 def test_stored_weights_and_adapters_on_a_mesh_are_those_of_one_device(preset):
     def take(model, tokens):
         provider = lora(weight_qtype="nf4", tile_size=32)

@@ -263,7 +263,7 @@ def multiplying(module):
     [
         pytest.param(gather_matmul, False, id="gather_matmul-forward"),
         pytest.param(gather_matmul, True, id="gather_matmul-backward"),
-        pytest.param(matmul_scatter, False, id="matmul_scatter-forward"),
+        pytest.param(matmul_scatter, False, id="matmul_scatter-forward", marks=pytest.mark.audit),
         pytest.param(matmul_scatter, True, id="matmul_scatter-backward", marks=pytest.mark.audit),
     ],
 )
