@@ -451,8 +451,8 @@ lora_rows = Exercise(
 A server has one copy of the weights and N adapters, and each row of a batch may want a different one. Write
 `lora_rows(x_BTD, w_DF, a_NDR, b_NRF, scale_N, which_B)`, a linear layer for this.
 
-- Row b of the result is x w + s (x a) b, with the scale and the matrices of adapter `which_B[b]`. Where that is -1,
-  the row has no adapter and is exactly x w.
+- Row i of the result is x w + s (x a) b, with the scale s and the matrices a and b of adapter `which_B[i]`. Where that
+  is -1, the row has no adapter and is exactly x w.
 - w is multiplied once for all rows. No array of the size of w or larger is made along the way: no merged weights.
 - The work doesn't grow with N: no product reads all adapters, and no loop goes over them.
 - Adapters that no row uses may hold anything, even NaN: their slots may have been freed. Neither the result nor a
