@@ -1184,7 +1184,8 @@ def all_at_the_beginning(folder, wanted, index, count, batch):
 
 
 @elastic.mutant(
-    "From one batch to the next you go on by your own block. All processes together read a batch: go on by `batch`."
+    "From one batch to the next you advance by your own block. All processes together read a batch: advance by "
+    "`batch`."
 )
 def onward_by_a_share(folder, wanted, index, count, batch):
     return right_resume(folder, wanted, index, count, batch, onward="share")
@@ -1208,7 +1209,7 @@ def old_share(folder, wanted, index, count, batch):
 
 
 @elastic.mutant(
-    "You concatenate the pieces of all files, so copies get in several times. Put each piece at its `start`."
+    "You concatenate the pieces of all files, so copies appear several times. Put each piece at its `start`."
 )
 def one_after_another(folder, wanted, index, count, batch):
     return right_resume(folder, wanted, index, count, batch, stack=True)
