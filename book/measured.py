@@ -665,7 +665,7 @@ def two_processors(found: dict[str, list[Record]], other: Record) -> dict[str, t
             rates[0]["minitext"] / rates[0]["transformers"],
             rates[1]["minitext"] / rates[1]["transformers"],
         ),
-        "generating, beside the fastest way of `generate`": (
+        "generating, beside `generate` at its fastest": (
             rates[0]["minitext"] / fastest[0],
             rates[1]["minitext"] / fastest[1],
         ),

@@ -258,7 +258,8 @@ row that applies decides.
 - Slurm's port is 61440 plus the job's id modulo 4096, so two jobs on one node seldom collide. Slurm abbreviates its
   list of nodes: the first node of `gpu[012-014,20],cpu3` is `gpu012`, of `a1,b2` it is `a1`, and of
   `rack[1-2]n[08,10]` it is `rack1n08`.
-- A JobSet has `JOBS` jobs of `PODS` pods each, both numbered from 0. Number the processes job by job.
+- A JobSet is several jobs that Kubernetes starts together: `JOBS` jobs of `PODS` pods each, both numbered from 0. (A
+  pod of Kubernetes runs one process here. It isn't a pod of accelerators.) Number the processes job by job.
 - Return None for a job of one process, whichever row found it.
 - If a value isn't a number, or the index isn't one of the processes, raise a `ValueError` that names the variable.
 """,
@@ -1183,7 +1184,8 @@ def all_at_the_beginning(folder, wanted, index, count, batch):
 
 
 @elastic.mutant(
-    "From one batch to the next you go on by your own block. All processes together read a batch: go on by `batch`."
+    "From one batch to the next you advance by your own block. All processes together read a batch: advance by "
+    "`batch`."
 )
 def onward_by_a_share(folder, wanted, index, count, batch):
     return right_resume(folder, wanted, index, count, batch, onward="share")
@@ -1207,7 +1209,7 @@ def old_share(folder, wanted, index, count, batch):
 
 
 @elastic.mutant(
-    "You concatenate the pieces of all files, so copies get in several times. Put each piece at its `start`."
+    "You concatenate the pieces of all files, so copies appear several times. Put each piece at its `start`."
 )
 def one_after_another(folder, wanted, index, count, batch):
     return right_resume(folder, wanted, index, count, batch, stack=True)

@@ -486,7 +486,7 @@ mistaken(
 mistaken(
     rope_scaling,
     "multiplied_by_the_factor",
-    "You multiply slow frequencies by the factor. They are to be slower still: divide.",
+    "You multiply slow frequencies by the factor. They must become slower still: divide.",
     rope_scaling_with(times=True),
 )
 mistaken(
@@ -1357,8 +1357,8 @@ def _(fn, t):
 mistaken(
     dequantization,
     "neighbours_share_a_byte",
-    "You take the two values of a byte for neighbours. The low bits of all 16 bytes are the first 16 values, and the "
-    "high bits the other 16.",
+    "You treat the two values of a byte as neighbours. The low bits of all 16 bytes are the first 16 values, and "
+    "the high bits the other 16.",
     dequantize_with(nibbles="pairs"),
 )
 mistaken(
@@ -1432,7 +1432,7 @@ mistaken(
 mistaken(
     dequantization,
     "scale_and_minimum_exchanged",
-    "You take the minimum for the scale. The scale comes first in a block.",
+    "You read the minimum as the scale. The scale comes first in a block.",
     dequantize_with(exchanged=True),
 )
 mistaken(
@@ -1462,7 +1462,8 @@ mistaken(
 mistaken(
     dequantization,
     "bytes_unchecked",
-    "You don't compare the number of bytes with the shape. What is missing is then made up, or an error of NumPy's.",
+    "You don't compare the number of bytes with the shape. Missing numbers are then made up, or NumPy raises an "
+    "error of its own.",
     dequantize_with(checks_bytes=False),
 )
 mistaken(
@@ -1475,7 +1476,7 @@ mistaken(
 mistaken(
     dequantization,
     "a_loop_over_numbers",
-    "Your answer is right and goes through the numbers one by one in Python. Let NumPy do all blocks at once.",
+    "Your answer is right, but it goes through the numbers one by one in Python. Let NumPy do all blocks at once.",
     dequantize_with(loops=True),
 )
 
@@ -1778,7 +1779,7 @@ mistaken(
 mistaken(
     window_cache,
     "length_stops_at_the_window",
-    "Your length stops at the window. It goes on, for it says which slot comes next.",
+    "Your length stops at the window. It keeps counting, because it says which slot comes next.",
     window_with(whole_int=False),
 )
 mistaken(
@@ -2187,13 +2188,13 @@ mistaken(
 mistaken(
     shard_reader,
     "first_dimension_alone",
-    "You take the part for one piece whatever is cut. It is one only if nothing after the first dimension is cut.",
+    "You treat the part as one piece, whatever is cut. It is one only if nothing after the first dimension is cut.",
     reader_with(first=True),
 )
 mistaken(
     shard_reader,
     "first_cut_instead_of_last",
-    "You take everything after the first dimension that is cut for contiguous. It's the last one that decides.",
+    "You treat everything after the first dimension that is cut as contiguous. It's the last one that decides.",
     reader_with(first_cut=True),
 )
 mistaken(
@@ -2217,7 +2218,7 @@ mistaken(
 mistaken(
     shard_reader,
     "empty_before_checked",
-    "You return an empty part before you check where it is. One outside of the tensor is a mistake too.",
+    "You return an empty part before you check where it is. One outside the tensor is a mistake too.",
     reader_with(empty_first=True),
 )
 mistaken(
@@ -2632,7 +2633,7 @@ mistaken(
 mistaken(
     find_settings,
     "too_many_calls",
-    "Your settings are right, and you call `ours` too often for them. Each combination is needed once for each layer.",
+    "Your settings are right, but you call `ours` too often. Each combination is needed once for each layer.",
     settings_with(times=3),
 )
 mistaken(

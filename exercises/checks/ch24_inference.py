@@ -544,8 +544,8 @@ for name, hint, changes in (
     ("counts_nothing", "`fork` hands pages to a second text without counting it as a holder.", {"counts": False}),
     ("changes_before_failing", "When no page is free the text has grown already. Take the page first, then write down "
      "what changed.", {"early": True}),
-    ("let_go_too_early", "You lower the count of the shared page before there is a new one. If none is free, the page "
-     "counts as one text's, who then writes into it. Take the new page first.", {"hasty": True}),
+    ("let_go_too_early", "You lower the count of the shared page before there is a new one. If none is free, the "
+     "page counts as one text's own, and that text writes into it. Take the new page first.", {"hasty": True}),
     ("one_page_early", "You take a page as soon as the last one is full. A text that ends there never needed it.",
      {"greedy": True}),
     ("unguarded", "You take a page from an empty list, which raises an IndexError. Raise MemoryError.",
@@ -1016,8 +1016,8 @@ for name, hint, fn in (
     ("digits_joined", "Joined as text, 1 and 23 look like 12 and 3. Give each token the same width.",
      keys_with(text=True)),
     ("sorted_tokens", "Your key doesn't see the order of the tokens.", keys_with(order=False)),
-    ("all_tokens_again", "You hash the whole beginning for every page, so a long prompt takes forever. Hash the last "
-     "key in place of all tokens before.", keys_with(whole=True)),
+    ("all_tokens_again", "You hash the whole beginning for every page, so a long prompt takes forever. Hash the "
+     "last key instead of all the tokens before.", keys_with(whole=True)),
 ):  # fmt: skip
     mistaken(prefix_keys, name, hint, fn)
 
@@ -1270,8 +1270,8 @@ for name, hint, options in (
      {"oldest": True}),
     ("pages_kept", "A preempted text gives its pages back, and the text that needed one goes on with them.",
      {"keeps": True}),
-    ("prompts_before_decode", "You let a prompt take the budget first, so all who read along wait for it. Decode "
-     "first.",
+    ("prompts_before_decode", "You let a prompt take the budget first, so every text that is being written waits "
+     "for it. Decode first.",
      {"prompts_first": True}),
     ("admits_after_preempting", "A step that had to preempt a text has no pages to begin another one with.",
      {"admits": True}),
@@ -1521,8 +1521,8 @@ for name, hint, options in (
      "last.", {"uniform": "reused"}),
     ("keeps_equals", "You keep a guess where uniforms[i] * q equals p, and take a token where the sum equals what it "
      "must exceed.", {"strictly": False}),
-    ("no_last_token", "When all guesses are kept the large model has one more row, and it is free: draw a token "
-     "from it.",
+    ("no_last_token", "When all guesses are kept, the large model has one more row, which costs nothing: draw a "
+     "token from it.",
      {"bonus": False}),
     ("goes_on", "You go on after a rejected guess. The later guesses follow a token that is not in the text.",
      {"stops": False}),

@@ -216,8 +216,8 @@ for name, hint, options in (
     ("rows_reshaped", "You reshape rows whose length is no multiple of `block`. The last block of a row may be "
      "shorter.", {"pads": False}),
     ("padding_returned", "You return the padding too. Values have the shape of x_RC.", {"cuts": False}),
-    ("epsilon", "You add a small number to each scale. Only where all numbers are 0 is the scale another, and there "
-     "it is 1.", {"epsilon": 1e-8}),
+    ("epsilon", "You add a small number to each scale. The scale is an exception only where all numbers are 0: "
+     "there it is 1.", {"epsilon": 1e-8}),
 ):  # fmt: skip
     mistaken(absmax, name, hint, absmax_with(**options))
 
@@ -930,8 +930,8 @@ for name, hint, options in (
      "name for something else.", {"scoped": False}),
     ("first_of_the_module", "You look for an operand's type in the whole module. Another computation may have the same "
      "name for something else.", {"scoped": False, "first": True}),
-    ("no_f8", "You take 8-bit floats for wide. They begin with f8.", {"narrow": r"[su][48]$"}),
-    ("known_f8", "You know two 8-bit floats. All types that begin with f8 are narrow.",
+    ("no_f8", "You treat 8-bit floats as wide. They begin with f8.", {"narrow": r"[su][48]$"}),
+    ("known_f8", "You look for only two 8-bit floats. All types that begin with f8 are narrow.",
      {"narrow": r"[su][48]$|f8e4m3fn$|f8e5m2$"}),
     ("no_int4", "You take 4-bit integers for wide.", {"narrow": r"[su]8$|f8"}),
     ("by_result", "You judge by the type of the result. Sums of 8-bit numbers are kept wide; the factors count.",
@@ -1175,7 +1175,7 @@ def in_place(w_DF, x_ND, damp):
 
 
 for name, hint, options in (
-    ("nearest", "Each row is rounded for itself, and later rows don't make up for it.", {"feeds": False}),
+    ("nearest", "Each row is rounded by itself, and later rows don't make up for its error.", {"feeds": False}),
     ("wrong_sign", "Your change doubles the error instead of replacing it. What was taken from row d must be added "
      "to the others.", {"sign": -1}),
     ("row_by_row", "You share the error out one row at a time, by the diagonal of H. The later rows are correlated "

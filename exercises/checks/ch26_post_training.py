@@ -451,8 +451,8 @@ lora_rows = Exercise(
 A server has one copy of the weights and N adapters, and each row of a batch may want a different one. Write
 `lora_rows(x_BTD, w_DF, a_NDR, b_NRF, scale_N, which_B)`, a linear layer for this.
 
-- Row b of the result is x w + s (x a) b, with the scale and the matrices of adapter `which_B[b]`. Where that is -1,
-  the row has no adapter and is exactly x w.
+- Row i of the result is x w + s (x a) b, with the scale s and the matrices a and b of adapter `which_B[i]`. Where that
+  is -1, the row has no adapter and is exactly x w.
 - w is multiplied once for all rows. No array of the size of w or larger is made along the way: no merged weights.
 - The work doesn't grow with N: no product reads all adapters, and no loop goes over them.
 - Adapters that no row uses may hold anything, even NaN: their slots may have been freed. Neither the result nor a
@@ -649,7 +649,7 @@ for name, hint, options in (
     ("adapters_alone", "You leave out x w. An adapter's part is added to it.", {"weights": False}),
     ("scale_of_the_row", "You take the scale by the number of the row. Take it by the number of its adapter.",
      {"scaled": "row"}),
-    ("adapter_of_the_row", "Row b gets adapter b. Its adapter is `which_B[b]`.", {"how": "row"}),
+    ("adapter_of_the_row", "Row i gets adapter i. Its adapter is `which_B[i]`.", {"how": "row"}),
     ("scale_twice", "You multiply by the scale twice. It counts once, for the product (x a) b.", {"scaled": "twice"}),
     ("scale_of_the_first", "All rows get the scale of adapter 0. Each adapter has its own.", {"scaled": "first"}),
     ("first_for_all", "All rows get the adapter of the first.", {"how": "first"}),
@@ -1182,12 +1182,12 @@ for name, hint, options in (
      {"ddof": 0}),
     ("tiny_noise", "Where all rewards are equal, their mean differs from them by rounding, and the standard deviation "
      "is as tiny: their ratio isn't 0. Ask whether the smallest is the largest.", {"equal": "float32"}),
-    ("near", "You take rewards for equal that only differ little. Zero is for rewards that don't differ at all.",
+    ("near", "You treat rewards that differ only a little as equal. Zero is for rewards that don't differ at all.",
      {"equal": "near"}),
     ("sign_of_the_group", "Groups g and -g are two groups. You throw them together.", {"by": "absolute"}),
     ("nan", "In a group of equal rewards you divide 0 by 0.", {"equal": "nan"}),
     ("one_mean", "You compare with the mean of all rollouts. Each group has its own.", {"by": "all"}),
-    ("neighbours", "You take neighbours for a group. group_N says who belongs together, in any order.",
+    ("neighbours", "You treat neighbours as a group. group_N says who belongs together, in any order.",
      {"by": "blocks"}),
     ("always_scaled", "With scaled=False nothing is divided by the standard deviation.", {"scaled": True}),
     ("without_itself", "You compare with the mean of the *others*. It's the mean of the whole group.", {"loo": True}),
@@ -1386,8 +1386,8 @@ for name, hint, options in (
      {"pulls": False}),
     ("not_negative", "Training lowers a loss, but you want the gain to grow: put a minus in front of it.",
      {"sign": -1}),
-    ("own_ratio", "Your ratio is always 1: it divides by today's probability instead of the one the token was "
-     "drawn.", {"old": False}),
+    ("own_ratio", "Your ratio is always 1: it divides by today's probability instead of the one with which the "
+     "token was drawn.", {"old": False}),
     ("not_masked", "Where the mask is 0 the loss must be 0.", {"masked": "not"}),
     ("times_mask", "You multiply by the mask. 0 times NaN is NaN: select with `jnp.where`.", {"masked": "times"}),
     ("where_at_the_end", "The loss is right, and the gradient is NaN. A NaN that `jnp.where` throws away at the end "
@@ -1627,7 +1627,7 @@ for name, hint, options in (
     ("forward", "Your loop runs from the first token to the last. Credit flows the other way.", {"forward": True}),
     ("values_of_holes", "You treat tokens that weren't drawn as steps without reward and value. They aren't steps: "
      "the next step is the next one that was drawn.", {"holes": "worthless"}),
-    ("holes_have_no_value", "You take the value of a token that wasn't drawn, or 0, for that of the next step. The "
+    ("holes_have_no_value", "You use the value of a token that wasn't drawn, or 0, as that of the next step. The "
      "next step is the next token that was drawn.", {"holes": "no value"}),
     ("reset", "At a token that wasn't drawn you start again. It doesn't end the answer.", {"holes": "reset"}),
     ("returns_of_rewards", "A return is advantage + value. The sum of discounted rewards is the same only if decay "
@@ -1929,16 +1929,16 @@ for name, hint, options in (
     ("normalized", "You turn other digits into ASCII ones. `str` writes only these.", {"how": "normal"}),
     ("never_ended", "You ignore `ended`. An answer that was cut off isn't an answer yet.", {"needs_end": False}),
     ("always_adds", "The prompt may have - or * too.", {"operators": "+"}),
-    ("splits_at_the_plus", "You take every problem for a sum. The prompt may have - or * too.",
+    ("splits_at_the_plus", "You treat every problem as a sum. The prompt may have - or * too.",
      {"how": "at the plus"}),
-    ("never_multiplies", "You take a product for something else. The prompt may have + or - or *.",
+    ("never_multiplies", "You treat a product as something else. The prompt may have + or - or *.",
      {"operators": "+-"}),
-    ("never_subtracts", "You take a difference for a sum. The prompt may have + or - or *.", {"operators": "+*"}),
-    ("two_digits", "You cut the prompt at fixed places. Numbers may have any count of digits.",
+    ("never_subtracts", "You treat a difference as a sum. The prompt may have + or - or *.", {"operators": "+*"}),
+    ("two_digits", "You cut the prompt at fixed places. A number may have any number of digits.",
      {"how": "two digits"}),
     ("equation", "You look at what comes after `=`. The answer is the result alone.", {"how": "equation"}),
     ("digits_alone", "You want nothing but digits. A result below zero has a `-`.", {"how": "digits alone"}),
-    ("pays_a_part", "You pay a part for the right form. Everything but the right answer gets 0.0.",
+    ("pays_a_part", "You give part of the reward for the right form. Everything but the right answer gets 0.0.",
      {"how": "a part"}),
 ):  # fmt: skip
     mistaken(honest, name, hint, honest_with(**options))

@@ -837,7 +837,8 @@ def with_zeros(count, seconds, most, compile_seconds, multiple):
 for name, hint, fn in (
     ("powers_of_two", "Powers of two know nothing of your requests.", buckets_with(how="powers")),
     ("even_steps", "You cut the range into equal steps. Where are the requests?", buckets_with(how="even")),
-    ("quantiles", "As many requests for each size isn't as little waste: among long ones a gap costs more.",
+    ("quantiles", "Equally many requests for each size doesn't mean the least waste: among long ones a gap costs "
+     "more.",
      buckets_with(how="quantiles")),
     ("the_largest", "One size for all is right only if compilations are very expensive, or `most` is 1.",
      buckets_with(how="largest")),
@@ -1256,7 +1257,7 @@ def law_with(**options):
 for name, hint, fn in (
     ("straight_line", "A straight line on a log-log plot has no floor. What does it say of a model that's large "
      "enough?", straight),
-    ("best_is_the_floor", "You take nearly the lowest loss for the floor. A larger model would be below it.",
+    ("best_is_the_floor", "Your floor is nearly the lowest loss. A larger model would be below it.",
      shifted(0.99)),
     ("half_the_best", "You guess the floor. It's one of the three numbers to be fitted.", shifted(0.5)),
     ("three_of_the_runs", "Only three of the runs decide in your fit. With noise, all of them should.", ends),
@@ -1265,7 +1266,7 @@ for name, hint, fn in (
     ("one_coarse_grid", "Your values of alpha are too coarse. Search again around the best.",
      lambda s, y: fitted(s, y, rounds=1, top=200.0)),
     ("negative_floor", "A loss can't be negative: where the best floor is below 0, it is 0, and a must be fitted "
-     "anew.", law_with(allowed=False)),
+     "again.", law_with(allowed=False)),
     ("never_a_floor", "Your floor is always 0, however the losses bend.", law_with(floor=lambda y: 0.0)),
     ("flat_only", "Your search ends at an alpha of 1. It may be up to 2.", law_with(top=1.0)),
     ("signs", "The exponent in the law is -alpha, so alpha is positive.", other_sign),
@@ -1467,7 +1468,8 @@ def _(fn, t):
 
 
 for name, hint, options in (
-    ("twenty_each", "Twenty tokens a parameter is what one law gave for one text and no use. Yours is in `law`.",
+    ("twenty_each", "Twenty tokens a parameter is what one law gave, for one text and for training alone. Your law "
+     "is in `law`.",
      {"how": "ratio"}),
     ("training_only", "Use costs 2 N for each token that is served. It's part of the budget.", {"use": 0}),
     ("use_like_training", "Writing a token takes 2 N, a third of training on one.", {"use": 6}),
@@ -1791,7 +1793,7 @@ for name, hint, options in (
     ("recorded_reads", "You compare the files in the entry. A stage may now read one that the entry doesn't have.",
      {"known": True}),
     ("swallowed", "You catch what `run` raises. Let it through: whoever called you must know.", {"quiet": True}),
-    ("names_of_all", "Return the names of those stages only that were run.", {"skipped": True}),
+    ("names_of_all", "Return only the names of the stages that were run.", {"skipped": True}),
     ("sorted_names", "Return the names in the order in which the stages were run.", {"keep": False}),
 ):  # fmt: skip
     mistaken(resume_, name, hint, resume_with(**options))
