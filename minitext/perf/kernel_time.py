@@ -51,9 +51,9 @@ def kernel_seconds(schedule: Iterable[Operation], chip: str) -> dict[str, float]
     codes = {call.name: _Code(call.opcode) for call in schedule if call.queue == KERNEL}
     cycles = _step_cycles({code.key: code for code in codes.values()}, chip)
     row = CHIPS[chip]
-    # The cores of a chip share the steps.
     return {
-        name: code.steps * cycles[code.key] / row.clock / row.cores for name, code in codes.items()
+        name: code.steps * cycles[code.key] / row.clock / row.device_cores
+        for name, code in codes.items()
     }
 
 

@@ -217,7 +217,7 @@ def _has(cfg: Config, value: Changes) -> bool:
 
 
 def _option_values(chip: Chip, on: Mapping[str, str]) -> Iterator[list[Changes]]:
-    most = (chip.vmem_bytes or 0) * chip.cores // 1024
+    most = (chip.vmem_bytes or 0) * chip.device_cores // 1024
     yield [{SCOPED_VMEM: str(kib)} for kib in VMEM_KIB if kib < most]
     for name, together in SETS.items():
         if name != "sparse_core_collectives" or chip.name in WITH_SPARSE_CORES:
