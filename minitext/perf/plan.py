@@ -311,6 +311,7 @@ def search(
             check_mesh(one, mesh)
             try:
                 memory.check(one, mesh, "tpu")
+                comms.check(one)
             except UserError as error:
                 refusal = error
                 continue
