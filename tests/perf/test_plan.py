@@ -98,6 +98,10 @@ def test_seconds_are_of_what_each_device_does():
     alone = predict(cfg.replace(base | {"mesh.data": 16, "mesh.fsdp": 1}), target, work)
     assert alone.ici < one.ici  # gradients once, weights never
     assert alone.hbm > one.hbm  # all update all parameters
+    # These rules keep parameters whole; ZeRO splits the update.
+    for rules, other in (("dp", alone), ("zero1", one)):
+        found = predict(cfg.replace(base | {"sharding.rules": rules}), target, work)
+        assert found.hbm == pytest.approx(other.hbm)
 
 
 MOE = [*TINY, "model.ffn.kind=moe", "model.ffn.experts=64", "model.remat=full"]
