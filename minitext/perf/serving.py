@@ -396,7 +396,7 @@ def _decode(
         recurrent = isinstance(layer.attention, DeltaNetConfig)  # its state is read and written
         size = _layer_bytes(layer, mesh, keys, cache_dtype)
         read += repeats * size * (2 if recurrent else 1)
-    read = texts * read + _read(model, weights, texts)
+    read = texts * read + _read(model, weights, texts, logits=True)
     return _work(model, target, mesh, texts * flops, texts, read)
 
 
@@ -407,12 +407,13 @@ def _prefill(
     weights: dict[tuple[Any, ...], int],
     prompt: int,
 ) -> Work:
-    """A prompt: the same weights, once for all tokens; no logits, because its last token is the first of decode."""
+    """A prompt: the layers' weights once for all tokens; no logits, because its last token is the first of decode."""
     flops = 0.0
     for repeats, layer in all_layers(model):
         keys = keys_seen(layer, prompt)
         flops += repeats * (_layer_flops(layer) + count_attention(layer).per_key * keys)
-    return _work(model, target, mesh, prompt * flops, prompt, _read(model, weights, prompt))
+    read = _read(model, weights, prompt, logits=False)
+    return _work(model, target, mesh, prompt * flops, prompt, read)
 
 
 def _layer_flops(layer: ModelConfig) -> float:
@@ -421,15 +422,18 @@ def _layer_flops(layer: ModelConfig) -> float:
     return 2.0 * (attention.weights + active) + attention.per_token
 
 
-def _read(model: ModelConfig, weights: dict[tuple[Any, ...], int], tokens: int) -> float:
+def _read(
+    model: ModelConfig, weights: dict[tuple[Any, ...], int], tokens: int, *, logits: bool
+) -> float:
     """Bytes of weights that a device reads for so many tokens.
 
     A token takes k of E experts. If it is as likely to take any of them, (1 - k/E)^tokens of them stay untouched. Of
-    the embedding, unless it is also the output layer, only the tokens' own rows are read.
+    the embedding, unless it is also the output layer, only the tokens' own rows are read; of the output layer nothing
+    without `logits`.
     """
-    read = float(sum(weights.values()))
-    if not model.tie_embeddings:
-        read -= sum(size for path, size in weights.items() if path[0] == "embed")
+    whole = ("embed" if model.tie_embeddings else "unembed",) if logits else ()
+    tables = {"embed", "unembed"}.difference(whole)
+    read = float(sum(size for path, size in weights.items() if path[0] not in tables))
     for path, size in weights.items():
         layer = _routed(model, path)
         if layer is not None:

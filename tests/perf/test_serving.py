@@ -40,6 +40,7 @@ def test_a_step_of_llama_by_hand():
     assert found.decode.flops == 16 * (2 * products + scores) / 8
     assert found.decode.sent == (2 * cfg.layers + 1) * 2 * 7 / 8 * 16 * cfg.embed * 2
     assert found.prefill.flops == 512 * (2 * (products - table / 2) + scores / 4) / 8
+    assert found.prefill.bytes == weights - 2 * table / 8  # neither table
     assert found.decode.limit == "memory" and found.fits
     step = found.decode.memory + found.decode.network
     assert found.tokens_per_second == pytest.approx(16 / step / 8)
