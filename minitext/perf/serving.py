@@ -375,8 +375,8 @@ def _layer_bytes(
 def _seen(layer: ModelConfig, context: int) -> int:
     """Keys that the last token of a text sees."""
     window = getattr(layer.attention, "window", None) or context
-    chunk = getattr(layer.attention, "chunk", None) or context
-    return min(context, window, chunk)
+    chunk = getattr(layer.attention, "chunk", None)
+    return min(window, (context - 1) % chunk + 1 if chunk else context)
 
 
 def _decode(

@@ -133,6 +133,15 @@ SMALL = [
 ]  # fmt: skip
 
 
+def test_a_chunk_is_read_up_to_the_last_token():
+    settings = [*SMALL, "model.attention.chunk=1024"]
+    full, new, more = (
+        predict("laptop", "v5e:1x1", *settings, texts=1, context=n).decode for n in (1024, 1025, 2048)
+    )
+    assert full.bytes == more.bytes > new.bytes and full.flops == more.flops
+    assert full.flops - new.flops == 1023 * 4 * 8 * 128 * 2  # both products of 8 heads in 2 layers
+
+
 def test_a_narrow_cache_has_a_byte_for_a_number_and_four_for_a_scale():
     wide, narrow = (
         predict("llama3-8b", "v5e:2x4", texts=1, cache_dtype=dtype) for dtype in ("auto", "fp8")
