@@ -303,7 +303,7 @@ def _sizes(cfg: Config, target: Target) -> MeshConfig:
             raise UserError(f"mesh.{axis}={size}: an engine has mesh.tensor and mesh.data alone")
     data = max(mesh.data, 1)
     tensor = mesh.tensor if mesh.tensor > 1 else max(devices // data, 1)
-    data = mesh.data if mesh.data > 0 else devices // tensor
+    data = mesh.data if mesh.data > 0 else max(devices // tensor, 1)
     if data * tensor != devices:
         raise UserError(
             f"mesh.data={data} and mesh.tensor={tensor} make {data * tensor} devices, and {target} has {devices}: "

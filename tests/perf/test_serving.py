@@ -117,6 +117,7 @@ def test_windows_and_states_are_read_as_they_are_kept():
     ("preset", "target", "settings", "said"),
     [
         ("llama3-8b", "v5e:2x4", ["mesh.tensor=3"], "mesh.tensor=3"),
+        ("laptop", "v5e:2x4", ["mesh.tensor=16"], "mesh.data=1 and mesh.tensor=16 make 16 devices"),
         ("llama3-8b", "v5e:2x4", ["mesh.fsdp=2"], "mesh.fsdp=2: an engine has mesh.tensor"),
         ("qwen3-30b-a3b", "v5e:2x4", [], "model.kv_heads=4 is not divisible by mesh.tensor=8"),
         ("llama3-8b", "v5x:2", [], "unknown chip"),
