@@ -21,6 +21,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -504,8 +505,9 @@ def print_tuning(found: Tuning) -> None:
             "beyond the budget"
         )
     if found.best.seconds is not None:
-        print(f"\nminitext predict config={found.preset} target={found.target}")
-        print(f"minitext train config={found.preset}")
+        preset = shlex.quote(f"config={found.preset}")
+        print(f"\nminitext predict {preset} target={found.target}")
+        print(f"minitext train {preset}")
 
 
 if __name__ == "__main__":

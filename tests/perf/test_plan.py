@@ -4,6 +4,8 @@ import dataclasses
 import importlib.util
 import json
 import math
+import shlex
+from types import SimpleNamespace
 
 import pytest
 
@@ -253,6 +255,19 @@ def test_where_nothing_fits_it_says_so(monkeypatch, capsys):
     assert "name one target" in capsys.readouterr().err
 
 
+def test_the_commands_can_be_given_to_a_shell(monkeypatch, capsys):
+    best = SimpleNamespace(settings={"mesh.fsdp": 4})
+    monkeypatch.setattr(
+        plan, "search", lambda *args: SimpleNamespace(best=best, to_json=lambda: {})
+    )
+    words = ["laptop", "model.remat=names", "model.remat_save=[qkv, attention]"]
+    target = ["target=v5e:2x2", "slices=2"]
+    assert run(monkeypatch, *words, *target, "--json") == 0
+    found = map(shlex.split, json.loads(capsys.readouterr().out)["commands"])
+    words.append("mesh.fsdp=4")
+    assert [*found] == [["minitext", "compile", *words, *target], ["minitext", "train", *words]]
+
+
 @needs_libtpu
 @pytest.mark.audit
 def test_the_best_are_compiled_and_ranked(monkeypatch, capsys):
@@ -289,7 +304,7 @@ def test_the_best_are_compiled_and_ranked(monkeypatch, capsys):
     assert f"mesh.fsdp={first['settings']['mesh.fsdp']}" in train and "target" not in train
     assert train.count("train.global_batch=") == 1
     # The command does what it says.
-    cfg = load_config("laptop", train.split()[3:])
+    cfg = load_config("laptop", shlex.split(train)[3:])
     assert compile_preset(cfg, "v5e:2x2").total_bytes == first["report"]["total_bytes"]
 
 
