@@ -331,7 +331,9 @@ def plot_goodput(goodput: Any) -> Any:
         bars.text(share, row, f" {share:.1%}", va="center", fontsize=9)
     bars.invert_yaxis()
     bars.grid(False, axis="y")
-    bars.set(xlabel="share of the wall time", xlim=(0, 1.1 * max(map(goodput.share, kinds), default=1.0)))
+    bars.set(
+        xlabel="share of the wall time", xlim=(0, 1.1 * max(map(goodput.share, kinds), default=1.0))
+    )
     strip.set_title(f"goodput {goodput.goodput:.1%}")
     return figure
 

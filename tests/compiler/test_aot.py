@@ -311,7 +311,12 @@ def test_kernels_compile_for_a_chip_or_the_reason_fits_a_line():
             o_ref[...] = 2 * x_ref[...]
 
         return lambda x: pl.pallas_call(
-            kernel, grid=(2, 2), in_specs=[block], out_specs=block, out_shape=x, compiler_params=limited
+            kernel,
+            grid=(2, 2),
+            in_specs=[block],
+            out_specs=block,
+            out_shape=x,
+            compiler_params=limited,
         )(x)
 
     x = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)

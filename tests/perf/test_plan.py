@@ -220,7 +220,11 @@ def test_a_network_that_is_not_known_is_said_and_not_counted_free():
     [
         ("h100:2x8", [], "memory and the network of TPUs only"),
         ("v5e:4x4", ["mesh.fsdp=3"], "no mesh of 16 devices goes with"),
-        ("v5e:4x4", ["model.lora.rank=4", "model.storage=[{dtype: int8}]"], "model.storage: the formulas for what"),
+        (
+            "v5e:4x4",
+            ["model.lora.rank=4", "model.storage=[{dtype: int8}]"],
+            "model.storage: the formulas for what",
+        ),
         ("v5e:4x4", ["model.ffn.kind=moe", "mesh.expert=3"], "no mesh of 16 devices goes with"),
         (
             "v5e:4x4",

@@ -137,7 +137,8 @@ SMALL = [
 def test_a_chunk_is_read_up_to_the_last_token():
     settings = [*SMALL, "model.attention.chunk=1024"]
     full, new, more = (
-        predict("laptop", "v5e:1x1", *settings, texts=1, context=n).decode for n in (1024, 1025, 2048)
+        predict("laptop", "v5e:1x1", *settings, texts=1, context=n).decode
+        for n in (1024, 1025, 2048)
     )
     assert full.bytes == more.bytes > new.bytes and full.flops == more.flops
     assert full.flops - new.flops == 1023 * 4 * 8 * 128 * 2  # both products of 8 heads in 2 layers
