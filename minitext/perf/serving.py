@@ -309,6 +309,12 @@ def _sizes(cfg: Config, target: Target) -> MeshConfig:
             f"mesh.data={data} and mesh.tensor={tensor} make {data * tensor} devices, and {target} has {devices}: "
             "choose sizes whose product is that number"
         )
+    joined = target.shape[-1] if target.chip.platform == "gpu" else devices // target.slices
+    if tensor > joined:
+        raise UserError(
+            f"mesh.tensor={tensor}: only {joined} devices of {target} are joined by ICI or NVLink, and how fast a copy "
+            f"across them is can't be predicted: set mesh.data={devices // joined} mesh.tensor={joined}"
+        )
     return MeshConfig(data=data, tensor=tensor)
 
 

@@ -119,13 +119,18 @@ def test_windows_and_states_are_read_as_they_are_kept():
         ("llama3-8b", "v5e:2x4", ["mesh.tensor=3"], "mesh.tensor=3"),
         ("laptop", "v5e:2x4", ["mesh.tensor=16"], "mesh.data=1 and mesh.tensor=16 make 16 devices"),
         ("llama3-8b", "v5e:2x4", ["mesh.fsdp=2"], "mesh.fsdp=2: an engine has mesh.tensor"),
+        ("llama3-8b", "v5e:2x2 slices=2", [], "only 4 devices .*: set mesh.data=2 mesh.tensor=4"),
+        ("llama3-8b", "h100:2x8", [], "only 8 devices .*: set mesh.data=2 mesh.tensor=8"),
         ("qwen3-30b-a3b", "v5e:2x4", [], "model.kv_heads=4 is not divisible by mesh.tensor=8"),
         ("llama3-8b", "v5x:2", [], "unknown chip"),
     ],
 )
 def test_what_cannot_be_is_said(preset, target, settings, said):
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=said) as refusal:
         predict(preset, target, *settings)
+    _, advised, advice = str(refusal.value).partition(": set ")
+    if advised:
+        assert predict(preset, target, *advice.split()).replicas == 2
 
 
 SMALL = [
