@@ -135,7 +135,9 @@ def _grid(body: str, table: int) -> list[int]:
 
 def _step_cycles(codes: dict[str, _Code], chip: str) -> dict[str, float]:
     """Returns the cycles of one step of each kernel, compiled now or cached on disk."""
-    name = f"step_cycles-{chip}-libtpu{metadata.version('libtpu')}.json"
+    # What a step takes depends on who compiles it, and on how its branches are counted here.
+    versions = "-".join(f"{name}{metadata.version(name)}" for name in ("libtpu", "minitext"))
+    name = f"step_cycles-{chip}-{versions}.json"
     known = read_cache(name)
     found = {key: known[key] for key in codes if isinstance(known.get(key), int | float)}
     for key in codes.keys() - found.keys():

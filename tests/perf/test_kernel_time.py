@@ -56,6 +56,17 @@ def test_the_cores_of_a_device_share_a_kernels_steps(monkeypatch, chip, cores):
     assert found["k"] == pytest.approx(10 * 100 / CHIPS[chip].clock / cores)
 
 
+def test_cycles_are_kept_for_the_versions_that_found_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINITEXT_CACHE", str(tmp_path))
+    version, counted = {"libtpu": "1", "minitext": "1"}, []
+    monkeypatch.setattr(kernel_time.metadata, "version", version.get)
+    monkeypatch.setattr(kernel_time, "_compile", lambda code, chip: counted.append(code) or 5)
+    for name in (None, None, "libtpu", "minitext"):
+        version |= {name: "2"} if name else {}
+        assert kernel_time._step_cycles({"key": "code"}, "v5e") == {"key": 5}
+    assert len(counted) == 3
+
+
 def test_a_custom_call_without_its_program_says_so():
     line = 'bf16[8] custom-call(%w), custom_call_target="tpu_custom_call"'
     with pytest.raises(UserError, match="backend_config"):
