@@ -82,7 +82,7 @@ def tune(
         return measure(op)
     if CHIPS[chip].platform != "tpu":
         raise UserError(
-            f"chip={chip} is not here, and its compiler does not show bundles: run this on a {chip}"
+            f"chip={chip} is not here, and its compiler does not show bundles: run this on one"
         )
     names, lengths = zip(*cases.SWEEPS[op].items(), strict=True)
     shapes = [dict(zip(names, row, strict=True)) for row in itertools.product(*lengths)]
