@@ -7,7 +7,9 @@ MaxText's commands and recipes were read without their times, mapped as `minitex
 with the options recommended for the chip, and predicted. The history of this file and of the record shows the order:
 the list, then the predictions, then the published times. maxtext-32b, llama3.1-70b-64-chips and mistral-7b came first, and
 showed two mistakes in minitext.compiler; these were corrected before the nine after them. The figures for v5e were seen
-while looking for configurations, so none of the twelve is for v5e.
+while looking for configurations, so none of the twelve is for v5e. A third mistake was found after all times had been
+read: on tpu7x a device is one core, and kernels were predicted as if two shared their steps. The record has the
+predictions as they were made.
 
 Where a step needs more memory in minitext than the chips have, its batch is computed in two parts: the same products
 with the same policy, and the weights are gathered twice.

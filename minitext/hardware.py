@@ -103,6 +103,11 @@ class Chip:
         return 2 if self.links == 6 else 1
 
     @property
+    def device_cores(self) -> int:
+        """TensorCores of one JAX device: they share the steps of a kernel's grid and the vector memory it may use."""
+        return self.cores // self.devices
+
+    @property
     def usable_bytes(self) -> int:
         """Memory in bytes that a program may use on one JAX device."""
         return self.program_bytes or self.hbm_bytes // self.devices

@@ -16,12 +16,19 @@ TPUS = [name for name, chip in CHIPS.items() if chip.platform == "tpu"]
 JAX_DIFFERS = {("v5p", "hbm_bandwidth")}
 
 
-def jax_info(name):
-    """JAX's figures for one TensorCore of a chip."""
+def jax_version(name):
     from jax._src.pallas.mosaic import tpu_info
 
     version = tpu_info.chip_version_from_device_kind(CHIPS[name].device_kinds[0])
     assert version is not None
+    return version
+
+
+def jax_info(name):
+    """JAX's figures for one TensorCore of a chip."""
+    from jax._src.pallas.mosaic import tpu_info
+
+    version = jax_version(name)
     cores = version.num_physical_tensor_cores_per_chip
     return tpu_info._get_tpu_info_impl(version, cores), cores
 
@@ -31,6 +38,7 @@ def test_clocks_are_those_of_the_peak(name):
     """Every core's matrix units do a multiply-add in each cycle, and programs never reach more than a link's peak."""
     chip = CHIPS[name]
     assert jax_info(name)[1] == chip.cores
+    assert 1 + jax_version(name).supports_megacore == chip.device_cores
     side = 256 if name in ("v6e", "tpu7x") else 128
     assert chip.cores * chip.clock * 2 * 4 * side**2 == pytest.approx(chip.peak(), rel=0.01)
     assert chip.dcn_bandwidth < chip.host_bandwidth < chip.link_rate < chip.link_bandwidth

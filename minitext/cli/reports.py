@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -145,10 +146,8 @@ def plan(
     chosen = found.best.settings if found.best else {}
     words = [word for word in settings if word.partition("=")[0] not in chosen]
     words += [f"{key}={value}" for key, value in chosen.items()]
-    commands = [
-        f"minitext compile {' '.join([*words, 'target=' + target])}",
-        f"minitext train {' '.join(words)}",
-    ]
+    compiling = "minitext", "compile", *words, *f"target={target}".split()
+    commands = [shlex.join(compiling), shlex.join(["minitext", "train", *words])]
     if as_json:
         print(json.dumps(found.to_json() | {"commands": commands if chosen else []}))
     else:

@@ -159,7 +159,7 @@ def _one_line(refusal: str) -> str:
     """Returns the compiler's reason without its boilerplate."""
     for wording in _VMEM_REFUSALS:
         if vmem := re.search(wording, refusal):
-            size, limit = (n if n[-1:] == "M" else f"{int(n) / 2**20:.2f}M" for n in vmem.groups())
+            size, limit = (f"{int(n) / 2**20:.2f}M" if n.isdigit() else n for n in vmem.groups())
             return f"its arrays or blocks take {size} of VMEM, and the limit is {limit}"
     text = re.sub(r"^.*?(HLO name `.*?`|Error details): ", "", refusal, flags=re.S)
     text = re.sub(r"Blocked\(block_size=(\d+)\)", r"\1", text.strip().split("\n")[0])

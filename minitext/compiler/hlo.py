@@ -78,7 +78,7 @@ def type_bytes(text: str) -> int:
 def show_type(aval: Any) -> str:
     """Returns the type of an array or a `ShapeDtypeStruct` as HLO writes it, such as `f32[8,256]`."""
     name = getattr(getattr(aval, "dtype", None), "name", "token")
-    for long, short in (("float", "f"), ("uint", "u"), ("int", "s"), ("bool", "pred")):
+    for long, short in (("float", "f"), ("uint", "u"), ("int", "s"), ("bool", "pred"), ("_", "")):
         name = name.replace(long, short)
     return f"{name}[{','.join(map(str, getattr(aval, 'shape', ())))}]"
 
@@ -225,7 +225,8 @@ class Module:
 
     def __init__(self, text: str):
         self.computations, self.entry = computations(text)
-        counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text[:10_000])
+        header = text.lstrip().partition("\n")[0]  # long: it lists all arguments
+        counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
         self.devices = math.prod(int(n) for n in counts)
         self._runs = _executions(self.computations, self.entry)
         self._sizes = {c: {i.name: i.bytes for i in rows} for c, rows in self.computations.items()}

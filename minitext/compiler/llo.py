@@ -183,21 +183,24 @@ def read_dump(folder: Path, chip: str) -> tuple[Kernel, ...]:
     report = re.search(
         r"const DATA =\s*(\{.*?\});\s*$", _read(folder, "vmem_report.html"), re.S | re.M
     )
-    memory = json.loads(report[1]).get("hlo_breakdowns", {}) if report else {}
+    said = json.loads(report[1]) if report else {}
+    # A kernel that takes no vector memory isn't in the report, which has null if that's true of all.
+    memory = (said["hlo_breakdowns"] or {}) if "hlo_breakdowns" in said else None
     kernels = []
     for name in names:
         use = "hlo-static-per-bundle-utilization.txt"
         capacity, busy = _read_use(_read(folder, f"{name}-*-final_{use}"))
         _, schedule = _read_use(_read(folder, f"{name}-*-pre-delay_{use}"))
         depth, code = _read_code(_read(folder, f"{name}-[0-9][0-9]-final_bundles.txt"))
-        if len(code) != len(busy) or name not in memory:
+        if len(code) != len(busy) or memory is None:
             raise UserError(
                 f"{name}: libtpu's dumps have {len(code)} bundles and {len(busy)} rows of use"
-                f"{'' if name in memory else ', and no report of its memory'}: is libtpu newer than 0.0.51?"
+                f"{', and no report of its memory' if memory is None else ''}: is libtpu newer than 0.0.51?"
             )
-        allocations = [a for block in memory[name]["blocks"] for a in block["allocations"]]
+        used = memory.get(name, {"blocks": [], "total_size": 0})
+        allocations = [a for block in used["blocks"] for a in block["allocations"]]
         spilled = sum(a["size"] for a in allocations if a["tag"] == "SPILL")
-        plain, total = re.sub(r"\.\d+$", "", name), memory[name]["total_size"]
+        plain, total = re.sub(r"\.\d+$", "", name), used["total_size"]
         kernels.append(Kernel(plain, chip, capacity, busy, schedule, depth, code, total, spilled))
     return tuple(kernels)
 

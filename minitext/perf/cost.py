@@ -23,12 +23,12 @@ PARTS: tuple[str, ...] = ("forward", "backward", "optimizer")
 _BARRIER = "optimization_barrier"
 _ALIAS = {
     "reshape", "squeeze", "expand_dims", "copy", "copy_p", "sharding_constraint", "reshard", "mesh_cast", "pvary",
-    "name", _BARRIER,
+    "name", "stop_gradient", _BARRIER,
 }  # fmt: skip
 # Elements are moved or created: no arithmetic.
 _MOVES = {
     "broadcast_in_dim", "transpose", "convert_element_type", "iota", "rev", "concatenate", "pad", "slice",
-    "dynamic_slice", "select_n", "bitcast_convert_type", "split", "unstack",
+    "dynamic_slice", "select_n", "bitcast_convert_type", "split", "stack", "unstack",
 }  # fmt: skip
 _PARTIAL_READ = {"slice", "dynamic_slice", "split", "unstack"}
 _ELEMENTWISE = {
@@ -36,7 +36,7 @@ _ELEMENTWISE = {
     "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt",
     "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow", "rem", "round", "rsqrt", "shift_left",
     "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sqrt", "square", "sub", "tan", "tanh", "xor",
-    "random_wrap", "random_unwrap",
+    "random_wrap", "random_unwrap", "reduce_precision",
 }  # fmt: skip
 # The input is fused into these; other operations need it as an array.
 _FUSES_INPUT = {

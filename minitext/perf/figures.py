@@ -286,8 +286,9 @@ def save_figure(file: str, draw: Callable[[], Any]) -> None:
         raise UserError("drawing needs matplotlib: pip install 'minitext[book]'") from error
     matplotlib.use("agg")
     figure_style()
+    figure = draw()
     try:
-        draw().savefig(file, facecolor="white", dpi=150)
+        figure.savefig(file, facecolor="white", dpi=150)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot draw into {file}: {error}") from error
 
@@ -330,7 +331,9 @@ def plot_goodput(goodput: Any) -> Any:
         bars.text(share, row, f" {share:.1%}", va="center", fontsize=9)
     bars.invert_yaxis()
     bars.grid(False, axis="y")
-    bars.set(xlabel="share of the wall time", xlim=(0, 1.1 * max(map(goodput.share, kinds))))
+    bars.set(
+        xlabel="share of the wall time", xlim=(0, 1.1 * max(map(goodput.share, kinds), default=1.0))
+    )
     strip.set_title(f"goodput {goodput.goodput:.1%}")
     return figure
 

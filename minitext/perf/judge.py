@@ -515,7 +515,7 @@ def _check_values(case: Case, outputs: Any, path: str) -> Check:
         if got.shape != want.shape:
             said = f"output {number} has shape {got.shape}, the reference's {want.shape}"
             return Check(case.name, "values", False, said)
-        inexact = not np.issubdtype(got.dtype, np.integer) and got.dtype != np.bool_
+        inexact = not jax.numpy.issubdtype(got.dtype, jax.numpy.integer) and got.dtype != np.bool_
         g, w = got.astype(np.float64), want.astype(np.float64)
         scale = float(np.max(np.abs(w[np.isfinite(w)]), initial=0.0)) or 1.0
         allowed = TOLERANCE.get(got.dtype.name, OTHER_TOLERANCE) if inexact else 0.0

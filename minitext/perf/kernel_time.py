@@ -51,9 +51,9 @@ def kernel_seconds(schedule: Iterable[Operation], chip: str) -> dict[str, float]
     codes = {call.name: _Code(call.opcode) for call in schedule if call.queue == KERNEL}
     cycles = _step_cycles({code.key: code for code in codes.values()}, chip)
     row = CHIPS[chip]
-    # The cores of a chip share the steps.
     return {
-        name: code.steps * cycles[code.key] / row.clock / row.cores for name, code in codes.items()
+        name: code.steps * cycles[code.key] / row.clock / row.device_cores
+        for name, code in codes.items()
     }
 
 
@@ -135,7 +135,9 @@ def _grid(body: str, table: int) -> list[int]:
 
 def _step_cycles(codes: dict[str, _Code], chip: str) -> dict[str, float]:
     """Returns the cycles of one step of each kernel, compiled now or cached on disk."""
-    name = f"step_cycles-{chip}-libtpu{metadata.version('libtpu')}.json"
+    # What a step takes depends on who compiles it, and on how its branches are counted here.
+    versions = "-".join(f"{name}{metadata.version(name)}" for name in ("libtpu", "minitext"))
+    name = f"step_cycles-{chip}-{versions}.json"
     known = read_cache(name)
     found = {key: known[key] for key in codes if isinstance(known.get(key), int | float)}
     for key in codes.keys() - found.keys():

@@ -74,14 +74,15 @@ class Work:
         self.counted: dict[str, dict[tuple[str, str], float]] = {}
 
     def seconds(self, cfg: Config, rows: float) -> dict[str, float]:
-        """Returns seconds by what bounds them; every replica updates all the parameters it holds."""
+        """Returns seconds by what bounds them; a replica updates all the parameters it holds, with ZeRO its part."""
         if cfg.model.remat not in self.counted:
             self.counted[cfg.model.remat] = self._count(cfg.model.remat)
         counted = self.counted[cfg.model.remat]
+        updated = parameters(cfg) / Sizes(cfg, abstract_mesh(cfg.mesh), "tpu").optimizer
+        share = self.target.devices * updated / count_params(cfg.model)
         sums = {"compute": 0.0, "memory": 0.0}
         for (part, limit), seconds in counted.items():
-            held = self.target.devices * parameters(cfg) / count_params(cfg.model)
-            sums[limit] += seconds * (held if part == "optimizer" else rows)
+            sums[limit] += seconds * (share if part == "optimizer" else rows)
         # Each product with experts reads all that a device has, however few rows they get.
         multiplied = rows * sum(counted.get(("experts", limit), 0.0) for limit in sums)
         more = self._read_experts(cfg) - multiplied
@@ -113,14 +114,14 @@ class Work:
 
 def parameters(cfg: Config) -> int:
     """Returns the number of parameters on a device: only experts are split over `mesh.expert`."""
-    axes = cfg.mesh.sizes()
+    s = Sizes(cfg, abstract_mesh(cfg.mesh), "tpu")
     experts = sum(
         repeats * 3 * layer.ffn.experts * layer.embed * layer.mlp
         for repeats, layer in all_layers(cfg.model)
         if isinstance(layer.ffn, MoEConfig)
     )
     others = count_params(cfg.model) - experts
-    return (others + experts // axes["expert"]) // (axes["fsdp"] * axes["tensor"] * axes["stage"])
+    return (others + experts // s.experts) // (s.fsdp * s.tensor * s.stages)
 
 
 def predict(cfg: Config, target: Target, work: Work) -> Times:
@@ -311,6 +312,7 @@ def search(
             check_mesh(one, mesh)
             try:
                 memory.check(one, mesh, "tpu")
+                comms.check(one)
             except UserError as error:
                 refusal = error
                 continue

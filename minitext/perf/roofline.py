@@ -74,11 +74,11 @@ def this_machine(dtype: str = "float32") -> Machine:
 
 def chip_machine(chip: hardware.Chip) -> Machine:
     """Returns one JAX device of a chip of the table, from its data sheet."""
-    types = ["float32", "bfloat16"]
+    kinds = {"float32": "float32", "bfloat16": "bf16"}
     # A narrow type that the matrix unit doesn't take is multiplied as a wider one.
-    types += ["int8"] if "int8" in chip.flops else []
-    types += ["float8_e4m3fn", "float8_e5m2"] if "f8" in chip.flops else []
-    peaks = {dtype: chip.peak(dtype) / chip.devices for dtype in types}
+    for dtype, kind in ("int8", "int8"), ("float8_e4m3fn", "f8"), ("float8_e5m2", "f8"):
+        kinds[dtype] = kind if kind in chip.flops else "bf16"
+    peaks = {dtype: chip.peak(kind) / chip.devices for dtype, kind in kinds.items()}
     return Machine(chip.name, peaks, chip.hbm_bandwidth / chip.devices)
 
 

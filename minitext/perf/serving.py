@@ -303,11 +303,17 @@ def _sizes(cfg: Config, target: Target) -> MeshConfig:
             raise UserError(f"mesh.{axis}={size}: an engine has mesh.tensor and mesh.data alone")
     data = max(mesh.data, 1)
     tensor = mesh.tensor if mesh.tensor > 1 else max(devices // data, 1)
-    data = mesh.data if mesh.data > 0 else devices // tensor
+    data = mesh.data if mesh.data > 0 else max(devices // tensor, 1)
     if data * tensor != devices:
         raise UserError(
             f"mesh.data={data} and mesh.tensor={tensor} make {data * tensor} devices, and {target} has {devices}: "
             "choose sizes whose product is that number"
+        )
+    joined = target.shape[-1] if target.chip.platform == "gpu" else devices // target.slices
+    if tensor > joined:
+        raise UserError(
+            f"mesh.tensor={tensor}: only {joined} devices of {target} are joined by ICI or NVLink, and how fast a copy "
+            f"across them is can't be predicted: set mesh.data={devices // joined} mesh.tensor={joined}"
         )
     return MeshConfig(data=data, tensor=tensor)
 
@@ -375,8 +381,8 @@ def _layer_bytes(
 def _seen(layer: ModelConfig, context: int) -> int:
     """Keys that the last token of a text sees."""
     window = getattr(layer.attention, "window", None) or context
-    chunk = getattr(layer.attention, "chunk", None) or context
-    return min(context, window, chunk)
+    chunk = getattr(layer.attention, "chunk", None)
+    return min(window, (context - 1) % chunk + 1 if chunk else context)
 
 
 def _decode(
@@ -396,7 +402,7 @@ def _decode(
         recurrent = isinstance(layer.attention, DeltaNetConfig)  # its state is read and written
         size = _layer_bytes(layer, mesh, keys, cache_dtype)
         read += repeats * size * (2 if recurrent else 1)
-    read = texts * read + _read(model, weights, texts)
+    read = texts * read + _read(model, weights, texts, logits=True)
     return _work(model, target, mesh, texts * flops, texts, read)
 
 
@@ -407,12 +413,13 @@ def _prefill(
     weights: dict[tuple[Any, ...], int],
     prompt: int,
 ) -> Work:
-    """A prompt: the same weights, once for all tokens; no logits, because its last token is the first of decode."""
+    """A prompt: the layers' weights once for all tokens; no logits, because its last token is the first of decode."""
     flops = 0.0
     for repeats, layer in all_layers(model):
         keys = keys_seen(layer, prompt)
         flops += repeats * (_layer_flops(layer) + count_attention(layer).per_key * keys)
-    return _work(model, target, mesh, prompt * flops, prompt, _read(model, weights, prompt))
+    read = _read(model, weights, prompt, logits=False)
+    return _work(model, target, mesh, prompt * flops, prompt, read)
 
 
 def _layer_flops(layer: ModelConfig) -> float:
@@ -421,15 +428,18 @@ def _layer_flops(layer: ModelConfig) -> float:
     return 2.0 * (attention.weights + active) + attention.per_token
 
 
-def _read(model: ModelConfig, weights: dict[tuple[Any, ...], int], tokens: int) -> float:
+def _read(
+    model: ModelConfig, weights: dict[tuple[Any, ...], int], tokens: int, *, logits: bool
+) -> float:
     """Bytes of weights that a device reads for so many tokens.
 
     A token takes k of E experts. If it is as likely to take any of them, (1 - k/E)^tokens of them stay untouched. Of
-    the embedding, unless it is also the output layer, only the tokens' own rows are read.
+    the embedding, unless it is also the output layer, only the tokens' own rows are read; of the output layer nothing
+    without `logits`.
     """
-    read = float(sum(weights.values()))
-    if not model.tie_embeddings:
-        read -= sum(size for path, size in weights.items() if path[0] == "embed")
+    whole = ("embed" if model.tie_embeddings else "unembed",) if logits else ()
+    tables = {"embed", "unembed"}.difference(whole)
+    read = float(sum(size for path, size in weights.items() if path[0] not in tables))
     for path, size in weights.items():
         layer = _routed(model, path)
         if layer is not None:

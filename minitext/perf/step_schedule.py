@@ -80,7 +80,8 @@ class Machine(NamedTuple):
         """Returns the time of a collective: bytes over the links of its dimensions, and a delay for each hop.
 
         A ring sends both ways; the last chip of a line has one link. In an all-to-all, the middle of each dimension
-        carries what one half of the chips sends the other: half of each chip's bytes.
+        carries what one half of the chips sends the other: half of each chip's bytes. All devices of a chip use its
+        links, in this group or in another that does the same.
         """
         spans, rate = self.spans(operation.members), self.chip.link_rate
         if not spans:  # devices of one chip, or unknown ones
@@ -89,13 +90,17 @@ class Machine(NamedTuple):
         links = sum(2 if ring else 1 for _, ring in spans.values())
         group, size = max(1, len(operation.members)), operation.bytes
         if operation.opcode.endswith("all-to-all"):
+            size *= self.chip.devices
             return hops * LINK_SECONDS + max(
                 size * n / (8 if ring else 4) / rate for n, ring in spans.values()
             )
         if operation.opcode == "collective-permute":
-            return LINK_SECONDS + size / rate
+            return LINK_SECONDS + self.chip.devices * size / rate
+        # A ring enters and leaves a chip once, however many of its devices belong to it.
+        chips = len({self.coords[m] for m in operation.members if m < len(self.coords)})
+        size *= (group - 1) / group * self.chip.devices * chips / group
         passes = 2 if operation.opcode == "all-reduce" else 1
-        return passes * (hops * LINK_SECONDS + size * (group - 1) / group / (links * rate))
+        return passes * (hops * LINK_SECONDS + size / (links * rate))
 
     def needs(self, operation: Operation) -> tuple[str, ...]:
         """Returns the names of the resources that a transfer occupies."""

@@ -150,8 +150,8 @@ def predict_program(text: str, cfg: Config, target: Target) -> StepTime:
       UserError: for GPUs, a text that is not a program, or a kernel whose time cannot be determined.
     """
     check_target(target)
-    axes = fit_slices(cfg, target)[0].mesh
-    mesh = topology_mesh(target, axes)
+    cfg, _ = fit_slices(cfg, target)
+    mesh = topology_mesh(target, cfg.mesh)
     walk = predict_step(text, target, mesh)
     tokens = cfg.train.global_batch * cfg.data.seq_len
     waits = {queue: walk.waited[queue] for queue in QUEUES if queue not in (COMPUTE, KERNEL)}
@@ -163,7 +163,7 @@ def predict_program(text: str, cfg: Config, target: Target) -> StepTime:
         upper=walk.upper,
         parts={COMPUTE: walk.busy[COMPUTE], KERNEL: walk.busy[KERNEL], **waits},
         busy=dict(walk.busy),
-        across=factors_across(axes, dict(mesh.shape), target.slices),
+        across=factors_across(cfg.mesh, dict(mesh.shape), target.slices),
         sent_across=walk.busy[DCN] * target.chip.dcn_bandwidth / target.chip.devices,
         tokens=tokens,
         flops=float(count_flops(cfg.model, tokens, cfg.data.seq_len)),

@@ -82,7 +82,7 @@ def tune(
         return measure(op)
     if CHIPS[chip].platform != "tpu":
         raise UserError(
-            f"chip={chip} is not here, and its compiler does not show bundles: run this on a {chip}"
+            f"chip={chip} is not here, and its compiler does not show bundles: run this on one"
         )
     names, lengths = zip(*cases.SWEEPS[op].items(), strict=True)
     shapes = [dict(zip(names, row, strict=True)) for row in itertools.product(*lengths)]
@@ -107,8 +107,11 @@ def estimate(op: str, chip: Chip, blocks: dict[str, int]) -> Candidate:
     bundles = sum(kernel.bundles for kernel in kernels)
     return Candidate(
         blocks,
-        # A chip's cores share the steps and the memory.
-        max(cycles / chip.clock / chip.cores, case.hbm_bytes / chip.hbm_bandwidth),
+        # On one device, whose cores share the steps.
+        max(
+            cycles / chip.clock / chip.device_cores,
+            case.hbm_bytes / (chip.hbm_bandwidth / chip.devices),
+        ),
         steps=sum(runs),
         cycles=sum(kernel.step_cycles for kernel in kernels),
         mxu_share=sum(kernel.bundles * kernel.share("MXU") for kernel in kernels) / bundles,

@@ -21,6 +21,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -217,7 +218,7 @@ def _has(cfg: Config, value: Changes) -> bool:
 
 
 def _option_values(chip: Chip, on: Mapping[str, str]) -> Iterator[list[Changes]]:
-    most = (chip.vmem_bytes or 0) * chip.cores // 1024
+    most = (chip.vmem_bytes or 0) * chip.device_cores // 1024
     yield [{SCOPED_VMEM: str(kib)} for kib in VMEM_KIB if kib < most]
     for name, together in SETS.items():
         if name != "sparse_core_collectives" or chip.name in WITH_SPARSE_CORES:
@@ -504,8 +505,9 @@ def print_tuning(found: Tuning) -> None:
             "beyond the budget"
         )
     if found.best.seconds is not None:
-        print(f"\nminitext predict config={found.preset} target={found.target}")
-        print(f"minitext train config={found.preset}")
+        preset = shlex.quote(f"config={found.preset}")
+        print(f"\nminitext predict {preset} target={found.target}")
+        print(f"minitext train {preset}")
 
 
 if __name__ == "__main__":

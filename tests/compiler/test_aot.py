@@ -301,15 +301,22 @@ def test_a_gpu_adds_in_a_fixed_order_if_it_is_told_to():
 @needs_libtpu
 def test_kernels_compile_for_a_chip_or_the_reason_fits_a_line():
     pl = pytest.importorskip("jax.experimental.pallas")
+    from jax.experimental.pallas import tpu as pltpu
 
-    def doubled(rows, columns):
+    def doubled(rows, columns, limit=None):
         block = pl.BlockSpec((rows, columns), lambda i, j: (i, j))
+        limited = pltpu.CompilerParams(vmem_limit_bytes=limit)
 
         def kernel(x_ref, o_ref):
             o_ref[...] = 2 * x_ref[...]
 
         return lambda x: pl.pallas_call(
-            kernel, grid=(2, 2), in_specs=[block], out_specs=block, out_shape=x
+            kernel,
+            grid=(2, 2),
+            in_specs=[block],
+            out_specs=block,
+            out_shape=x,
+            compiler_params=limited,
         )(x)
 
     x = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
@@ -318,6 +325,7 @@ def test_kernels_compile_for_a_chip_or_the_reason_fits_a_line():
     for fn, words in (
         (doubled(4, 128), r"divisible by 8 and 128.*\(4, 128\)"),
         (doubled(2048, 2048), "64.00M of VMEM, and the limit"),
+        (doubled(128, 128, 2**16), "256.0K of VMEM, and the limit is 64.0K"),
         (lambda x: pl.pallas_call(lambda i, o: None, x)(x), "of VMEM, and the limit"),
         (lambda x: pl.pallas_call(lambda i, o: o.__setitem__(..., jnp.sort(i[...])), x)(x), "sort"),
     ):

@@ -142,6 +142,10 @@ def test_groups_of_one_device_send_nothing():
         "all-reduce(%q),", "all-reduce(%q), replica_groups={{0},{1}},"
     )
     assert "all-reduce" not in hlo.collectives(alone)
+    # A program with many arguments lists them all before it says how many devices it is for.
+    aliases = ", ".join(f"{{{n}}}: ({n}, {{}}, may-alias)" for n in range(1000))
+    many = alone.replace(", num", f", input_output_alias={{ {aliases} }}, num")
+    assert hlo.Module(many).devices == 2 and "all-reduce" not in hlo.collectives(many)
 
 
 @pytest.mark.parametrize(("here", "buffer"), [("64", "512"), ("512", "64")])
@@ -232,6 +236,13 @@ def test_a_loop_without_a_bound_counts_once():
 )
 def test_type_bytes(text, size):
     assert hlo.type_bytes(text) == size
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int4", "uint8", "bool"])
+def test_a_type_is_shown_as_compilers_write_it(dtype):
+    x = jax.ShapeDtypeStruct((2, 3), dtype)
+    text = jax.jit(lambda x: x).lower(x).as_text("hlo")
+    assert f"{hlo.show_type(x)}{{1,0}} parameter(0)" in text
 
 
 PRODUCTS = """\

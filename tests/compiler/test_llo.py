@@ -123,6 +123,16 @@ def test_a_dump_that_is_not_as_expected_is_refused(tmp_path, file, text, reason)
         read_dump(tmp_path, "v5e")
 
 
+@pytest.mark.parametrize("said", ["null", "{}"])
+def test_a_kernel_may_take_no_vector_memory(tmp_path, said):
+    """XLA's own kernel that sorts a grouped product's tiles is one: it works in the scalar core's memory."""
+    shutil.copytree(HERE / "tiny-v5e", tmp_path, dirs_exist_ok=True)
+    report = f'const DATA = {{"hlo_breakdowns": {said}}};\n'
+    (tmp_path / "1-TLP-05-vmem_report.html").write_text(report)
+    (kernel,) = read_dump(tmp_path, "v5e")
+    assert kernel.vmem_bytes == kernel.spilled_bytes == 0 and kernel.cycles > 0
+
+
 @given(parts=st.integers(1, 120))
 def test_the_parts_of_a_strip_make_the_whole(parts):
     (kernel,) = read_dump(HERE / "tiny-v5e", "v5e")

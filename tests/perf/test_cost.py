@@ -140,6 +140,9 @@ def test_an_elementwise_chain_is_read_and_written_once():
     assert moved(chain, x) == 2 * 4000
     assert moved(jax.jit(chain), x) == 2 * 4000
     assert moved(lambda x: jnp.sum(chain(x)), x) == 4000 + 4
+    for fuses in jax.lax.stop_gradient, lambda y: jax.lax.reduce_precision(y, 8, 7):
+        assert moved(lambda x, f=fuses: jnp.tanh(f(x * 2)), x) == 2 * 4000
+    assert moved(lambda x: jnp.exp(jnp.stack([x, x + 1])), x) == 3 * 4000
     assert (
         moved(lambda x: jnp.sum(jnp.ones(1000)) + x, x) < 2 * 4000 + 16
     )  # ones are made on the way

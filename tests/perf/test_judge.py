@@ -11,6 +11,8 @@ import textwrap
 import time
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import psutil
 import pytest
 
@@ -280,6 +282,15 @@ def test_inputs_become_arrays_and_names_one_line(tmp_path):
     (case,), _ = cases_of(tmp_path, "CASES = [Case(right, (X, 3), name='a\\nb')]")
     assert case.inputs[1].shape == () and case.inputs[1] == 3
     assert case.name == "a\\nb"
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "uint4"])
+def test_integers_must_be_equal(dtype):
+    want = np.arange(16).astype(jnp.dtype(dtype))
+    case = judge.Case(lambda: None, (), lambda: want)
+    assert judge._check_values(case, [want], "").passed
+    off = np.where(want == 15, 14, want.astype(int)).astype(want.dtype)
+    assert judge._check_values(case, [off], "").passed is False
 
 
 def run_command(*words):

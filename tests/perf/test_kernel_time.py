@@ -1,11 +1,13 @@
 """Kernels timed by their machine code: branches, grids, and what is made of a custom call."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 
 from minitext.compiler.schedule import KERNEL, Operation
 from minitext.errors import UserError
+from minitext.hardware import CHIPS
 from minitext.perf import kernel_time
 
 
@@ -44,6 +46,27 @@ def test_the_schedule_without_kernels_needs_no_compiler():
     assert kernel_time.kernel_seconds([Operation("r", "run", cycles=5)], "v5e") == {}
 
 
+@pytest.mark.parametrize(("chip", "cores"), [("v5e", 1), ("v5p", 2), ("tpu7x", 1)])
+def test_the_cores_of_a_device_share_a_kernels_steps(monkeypatch, chip, cores):
+    """A chip of tpu7x has two cores too, but each is a device of its own."""
+    code = SimpleNamespace(key="key", steps=10)
+    monkeypatch.setattr(kernel_time, "_Code", lambda line: code)
+    monkeypatch.setattr(kernel_time, "_step_cycles", lambda codes, chip: {"key": 100.0})
+    found = kernel_time.kernel_seconds([Operation("k", "run", KERNEL)], chip)
+    assert found["k"] == pytest.approx(10 * 100 / CHIPS[chip].clock / cores)
+
+
+def test_cycles_are_kept_for_the_versions_that_found_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINITEXT_CACHE", str(tmp_path))
+    version, counted = {"libtpu": "1", "minitext": "1"}, []
+    monkeypatch.setattr(kernel_time.metadata, "version", version.get)
+    monkeypatch.setattr(kernel_time, "_compile", lambda code, chip: counted.append(code) or 5)
+    for name in (None, None, "libtpu", "minitext"):
+        version |= {name: "2"} if name else {}
+        assert kernel_time._step_cycles({"key": "code"}, "v5e") == {"key": 5}
+    assert len(counted) == 3
+
+
 def test_a_custom_call_without_its_program_says_so():
     line = 'bf16[8] custom-call(%w), custom_call_target="tpu_custom_call"'
     with pytest.raises(UserError, match="backend_config"):
@@ -58,7 +81,6 @@ def seconds_of_kernels(fn, shape, folder):
     from minitext.compiler.aot import dump_to, no_cache, read_largest
     from minitext.compiler.schedule import operations, read_schedule
     from minitext.compiler.targets import Target, topology_devices
-    from minitext.hardware import CHIPS
     from minitext.sharding.mesh import make_mesh
 
     mesh = make_mesh(None, topology_devices(Target(CHIPS["v5e"], (1, 1)))[:1])

@@ -4,6 +4,8 @@ import dataclasses
 import importlib.util
 import json
 import math
+import shlex
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,6 +100,10 @@ def test_seconds_are_of_what_each_device_does():
     alone = predict(cfg.replace(base | {"mesh.data": 16, "mesh.fsdp": 1}), target, work)
     assert alone.ici < one.ici  # gradients once, weights never
     assert alone.hbm > one.hbm  # all update all parameters
+    # These rules keep parameters whole; ZeRO splits the update.
+    for rules, other in (("dp", alone), ("zero1", one)):
+        found = predict(cfg.replace(base | {"sharding.rules": rules}), target, work)
+        assert found.hbm == pytest.approx(other.hbm)
 
 
 MOE = [*TINY, "model.ffn.kind=moe", "model.ffn.experts=64", "model.remat=full"]
@@ -214,6 +220,11 @@ def test_a_network_that_is_not_known_is_said_and_not_counted_free():
     [
         ("h100:2x8", [], "memory and the network of TPUs only"),
         ("v5e:4x4", ["mesh.fsdp=3"], "no mesh of 16 devices goes with"),
+        (
+            "v5e:4x4",
+            ["model.lora.rank=4", "model.storage=[{dtype: int8}]"],
+            "model.storage: the formulas for what",
+        ),
         ("v5e:4x4", ["model.ffn.kind=moe", "mesh.expert=3"], "no mesh of 16 devices goes with"),
         (
             "v5e:4x4",
@@ -246,6 +257,19 @@ def test_where_nothing_fits_it_says_so(monkeypatch, capsys):
     assert "none fits" in said and "choose more chips a slice than 4" in said
     assert run(monkeypatch, "llama2-70b") == 2
     assert "name one target" in capsys.readouterr().err
+
+
+def test_the_commands_can_be_given_to_a_shell(monkeypatch, capsys):
+    best = SimpleNamespace(settings={"mesh.fsdp": 4})
+    monkeypatch.setattr(
+        plan, "search", lambda *args: SimpleNamespace(best=best, to_json=lambda: {})
+    )
+    words = ["laptop", "model.remat=names", "model.remat_save=[qkv, attention]"]
+    target = ["target=v5e:2x2", "slices=2"]
+    assert run(monkeypatch, *words, *target, "--json") == 0
+    found = map(shlex.split, json.loads(capsys.readouterr().out)["commands"])
+    words.append("mesh.fsdp=4")
+    assert [*found] == [["minitext", "compile", *words, *target], ["minitext", "train", *words]]
 
 
 @needs_libtpu
@@ -284,7 +308,7 @@ def test_the_best_are_compiled_and_ranked(monkeypatch, capsys):
     assert f"mesh.fsdp={first['settings']['mesh.fsdp']}" in train and "target" not in train
     assert train.count("train.global_batch=") == 1
     # The command does what it says.
-    cfg = load_config("laptop", train.split()[3:])
+    cfg = load_config("laptop", shlex.split(train)[3:])
     assert compile_preset(cfg, "v5e:2x2").total_bytes == first["report"]["total_bytes"]
 
 

@@ -59,6 +59,14 @@ def test_every_chip_predicts_a_step_and_a_faster_one_is_faster(chips):
         assert all(slow > fast for slow, fast in pairwise(found))
 
 
+def test_a_type_that_a_chip_does_not_take_has_the_peak_of_bfloat16():
+    for name, dtype in ("a100-80", "float8_e4m3fn"), ("v5e", "float8_e5m2"), ("tpu7x", "int8"):
+        machine = roofline.chip_machine(hardware.CHIPS[name])
+        assert machine.peak(dtype) == machine.peak("bfloat16")
+    h100 = roofline.chip_machine(hardware.CHIPS["h100"])
+    assert h100.peak("float8_e5m2") > h100.peak("bfloat16") > h100.peak("float32")
+
+
 def test_a_model_of_any_size_is_predicted_without_memory_or_compiler():
     prediction = roofline.predict_step(load_config("llama2-70b", ["mesh.fsdp=64"]), "v5p")
     assert prediction.devices == 64 and tuple(prediction.parts) == PARTS

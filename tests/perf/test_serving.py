@@ -40,6 +40,7 @@ def test_a_step_of_llama_by_hand():
     assert found.decode.flops == 16 * (2 * products + scores) / 8
     assert found.decode.sent == (2 * cfg.layers + 1) * 2 * 7 / 8 * 16 * cfg.embed * 2
     assert found.prefill.flops == 512 * (2 * (products - table / 2) + scores / 4) / 8
+    assert found.prefill.bytes == weights - 2 * table / 8  # neither table
     assert found.decode.limit == "memory" and found.fits
     step = found.decode.memory + found.decode.network
     assert found.tokens_per_second == pytest.approx(16 / step / 8)
@@ -116,20 +117,36 @@ def test_windows_and_states_are_read_as_they_are_kept():
     ("preset", "target", "settings", "said"),
     [
         ("llama3-8b", "v5e:2x4", ["mesh.tensor=3"], "mesh.tensor=3"),
+        ("laptop", "v5e:2x4", ["mesh.tensor=16"], "mesh.data=1 and mesh.tensor=16 make 16 devices"),
         ("llama3-8b", "v5e:2x4", ["mesh.fsdp=2"], "mesh.fsdp=2: an engine has mesh.tensor"),
+        ("llama3-8b", "v5e:2x2 slices=2", [], "only 4 devices .*: set mesh.data=2 mesh.tensor=4"),
+        ("llama3-8b", "h100:2x8", [], "only 8 devices .*: set mesh.data=2 mesh.tensor=8"),
         ("qwen3-30b-a3b", "v5e:2x4", [], "model.kv_heads=4 is not divisible by mesh.tensor=8"),
         ("llama3-8b", "v5x:2", [], "unknown chip"),
     ],
 )
 def test_what_cannot_be_is_said(preset, target, settings, said):
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=said) as refusal:
         predict(preset, target, *settings)
+    _, advised, advice = str(refusal.value).partition(": set ")
+    if advised:
+        assert predict(preset, target, *advice.split()).replicas == 2
 
 
 SMALL = [
     "model.layers=2", "model.embed=512", "model.heads=8", "model.kv_heads=4", "model.head_dim=128", "model.mlp=1024",
     "model.vocab=1024", "model.dtype=bfloat16",
 ]  # fmt: skip
+
+
+def test_a_chunk_is_read_up_to_the_last_token():
+    settings = [*SMALL, "model.attention.chunk=1024"]
+    full, new, more = (
+        predict("laptop", "v5e:1x1", *settings, texts=1, context=n).decode
+        for n in (1024, 1025, 2048)
+    )
+    assert full.bytes == more.bytes > new.bytes and full.flops == more.flops
+    assert full.flops - new.flops == 1023 * 4 * 8 * 128 * 2  # both products of 8 heads in 2 layers
 
 
 def test_a_narrow_cache_has_a_byte_for_a_number_and_four_for_a_scale():

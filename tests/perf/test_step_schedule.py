@@ -1,5 +1,6 @@
 """A walk through schedules: waiting, queues, loops, and the two bounds, on random schedules too."""
 
+import dataclasses
 import math
 
 import pytest
@@ -123,6 +124,21 @@ def test_an_all_reduce_is_two_passes_and_an_all_to_all_of_a_ring_an_eighth_of_it
     assert seconds(RING, "all-reduce", size, everyone) == 2 * gather
     exchange = seconds(RING, "all-to-all", size, everyone)
     assert exchange == pytest.approx(8 * LINK_SECONDS + 16 * size / 8 / CHIP.link_rate)
+
+
+@pytest.mark.parametrize("opcode", ["all-gather", "all-reduce", "all-to-all", "collective-permute"])
+def test_two_devices_of_a_chip_share_its_links(opcode):
+    """If each is in a group of its own, the chip sends what one device with twice as much would."""
+    chip, places = CHIPS["tpu7x"], [(x, y) for x in range(2) for y in range(2)]
+    two = Machine(chip, (2, 2), (False, False), tuple(at for at in places for _ in range(2)))
+    one = two._replace(chip=dataclasses.replace(chip, devices=1), coords=tuple(places))
+    size, members = 1e9, (0, 1) if opcode == "collective-permute" else (0, 1, 2, 3)
+    apart = seconds(two, opcode, size, tuple(2 * m for m in members))
+    assert apart == pytest.approx(seconds(one, opcode, 2 * size, members))
+    if opcode in ("all-gather", "all-reduce"):  # both in one group: nothing is sent twice
+        passes = 2 if opcode == "all-reduce" else 1
+        together = seconds(two, opcode, size, tuple(range(8))) / passes
+        assert together == pytest.approx(2 * LINK_SECONDS + size * 7 / 8 / (2 * chip.link_rate))
 
 
 def test_groups_along_different_dimensions_do_not_wait_for_each_other():

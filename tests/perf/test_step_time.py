@@ -11,7 +11,8 @@ import pytest
 from minitext.compiler.targets import parse_target
 from minitext.config.config import load_config
 from minitext.errors import UserError
-from minitext.perf.step_schedule import Event
+from minitext.hardware import CHIPS
+from minitext.perf.step_schedule import Event, Machine, Walk
 from minitext.perf.step_time import StepTime, predict_preset, predict_program, print_step_time
 
 SMALL = ["model.layers=2", "mesh.data=1", "mesh.fsdp=-1"]
@@ -39,6 +40,15 @@ def test_what_crosses_slices_is_said(capsys):
     )
     assert said in capsys.readouterr().out
     assert sliced.to_json()["across"] == {"data": 2, "fsdp": 4}
+
+
+def test_tokens_are_those_of_the_batch_that_slices_round_up(monkeypatch):
+    walk = Walk(Machine(CHIPS["v5e"], (2, 2), (False, False), ()))
+    walk.clock = 1.0
+    monkeypatch.setattr("minitext.perf.step_time.predict_step", lambda *args: walk)
+    cfg, target = load_config("laptop", ["data.seq_len=64"]), parse_target("v5e:2x2 slices=3")
+    assert cfg.train.global_batch == 8
+    assert predict_program("", cfg, target).tokens == 12 * 64
 
 
 def test_the_schedule_is_drawn():

@@ -102,7 +102,7 @@ def test_what_cannot_be_tuned_is_said(monkeypatch, capsys):
 
     for words, reason in (
         (["matmul"], "one chip"), (["softmax", "chip=v5e"], "nothing to tune for 'softmax'"),
-        (["matmul", "chip=v9"], "no chip 'v9'"), (["matmul", "chip=h100"], "run this on a h100"),
+        (["matmul", "chip=v9"], "no chip 'v9'"), (["matmul", "chip=h100"], "run this on one"),
     ):  # fmt: skip
         code, err = minitext("tune", *words)
         assert code == 2 and reason in err

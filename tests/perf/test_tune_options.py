@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from minitext.compiler.options import KNOWN, Option, refused
+from minitext.compiler.options import KNOWN, SCOPED_VMEM, Option, refused
 from minitext.compiler.targets import parse_target, topology_mesh
 from minitext.config.config import load_config
 from minitext.errors import UserError
@@ -162,6 +162,9 @@ def test_a_recommended_set_can_be_left_out_and_is_not_tried_again():
     assert "+sparse_core_collectives" not in values("v6e:2x2")
     assert "+sparse_core_collectives" in values("v5p:2x2x1")
     assert not [word for word in values("v5e:2x2") if "sparse" in word]
+    # A device of v5p has the vector memory of two cores, one of tpu7x that of one.
+    for target, kib in (("v5p:2x2x1", (32_768, 65_536)), ("tpu7x:2x1x1", (32_768,))):
+        assert [w for w in values(target) if "vmem" in w] == [f"{SCOPED_VMEM}={n}" for n in kib]
     plain = load_config("laptop", [*START, "xla.recommended=false"])
     assert "+sparse_core_collectives" in values("v6e:2x2", plain)
     assert {option for options in SETS.values() for option in options} <= set(KNOWN)
