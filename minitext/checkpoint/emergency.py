@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from minitext.checkpoint import leaves
 from minitext.checkpoint.checkpointer import Checkpointer, Restored
 from minitext.distributed import job
+from minitext.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -112,13 +113,30 @@ class LocalCopies(AbstractContextManager):
 def restore_newest(
     checkpointer: Checkpointer, copies: LocalCopies | None, abstract_state: Any
 ) -> Restored | None:
-    """Reads the newest state: from the processes' own copies if they are newer, else from the shared checkpoint."""
-    if copies is not None:
-        latest = checkpointer.latest()
-        shared = job.agree("latest", -1 if latest is None else latest)[0]
-        if restored := copies.restore(abstract_state, shared):
+    """Reads the newest state: from the processes' own copies if they are newer, else from the shared checkpoint.
+
+    Copies are also read where the newest shared checkpoint is damaged and they are newer than the one before.
+
+    Raises:
+      UserError: what `Checkpointer.restore` raises.
+    """
+    if copies is None:
+        return checkpointer.restore(abstract_state)
+    latest = checkpointer.latest()
+    shared = job.agree("latest", -1 if latest is None else latest)[0]
+    if restored := copies.restore(abstract_state, shared):
+        return restored
+    try:
+        whole = checkpointer.choose()
+    except UserError:  # all are damaged
+        if restored := copies.restore(abstract_state, -1):
             return restored
-    return checkpointer.restore(abstract_state)
+        raise
+    if whole is None:
+        return None
+    if whole != shared and (restored := copies.restore(abstract_state, whole)):
+        return restored
+    return checkpointer.read(abstract_state, whole)
 
 
 def from_peers(abstract_state: Any, state: Any, holders: set[int]) -> Any:
