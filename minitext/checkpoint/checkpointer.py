@@ -362,7 +362,8 @@ class Checkpointer(AbstractContextManager):
         for candidate in reversed(candidates):
             fault = self.verify(candidate)
             if fault is None:
-                self._damaged = self._damaged if step is not None else set(faults)
+                if step is None:
+                    self._damaged = set(faults)
                 return candidate
             if self._was_deleted(candidate):
                 return self._choose(step)
@@ -372,7 +373,8 @@ class Checkpointer(AbstractContextManager):
                 logger.warning(warning, self._path(candidate), fault)
         if not faults:
             return None
-        self._damaged.update(faults)
+        if step is None:
+            self._damaged = set(faults)
         raise UserError(
             f"{'every' if step is None else 'the'} checkpoint in {self.directory} is damaged: "
             + "; ".join(f"step {number}: {fault}" for number, fault in faults.items())

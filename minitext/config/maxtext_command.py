@@ -369,10 +369,13 @@ def _split(text: str) -> Iterator[str]:
     if "MaxTextModel(" in text:
         begin = text.index("MaxTextModel(")
         text = text[:begin] + text[_closing(text, begin + len("MaxTextModel")) :]
+    # For shlex a comment begins in the middle of a word too, for a shell it doesn't.
+    text = re.sub(r"(?<=[^\s;&|()])#", "\0", text)
     lexer = shlex.shlex(text, posix=True, punctuation_chars=False)
     lexer.whitespace_split, lexer.commenters = True, "#"
     try:
-        yield from lexer
+        for word in lexer:
+            yield word.replace("\0", "#")
     except ValueError as error:
         raise UserError(
             f"the command has an open quote ({str(error).lower()}): close it, or give the command in quotes of the "

@@ -64,6 +64,13 @@ def test_words_that_set_nothing_are_noted(word, said):
     assert [note for note in found.notes if said in note]
 
 
+@pytest.mark.parametrize("quote", ["", "'"])
+def test_a_comment_begins_at_the_beginning_of_a_word_alone(quote):
+    command = f"--command {quote}{TRAIN} run_name=a#b steps=5{quote} # don't\nsteps=7"
+    assert maxtext_command.read(command).given == {"run_name": "a#b", "steps": 7}
+    assert maxtext_command.read(f"{TRAIN} steps=5;# steps=6").given == {"steps": 5}
+
+
 def test_a_script_with_variables_around_xpk(tmp_path):
     (tmp_path / "recipe.sh").write_text(SCRIPT)
     for text in (SCRIPT, str(tmp_path / "recipe.sh")):
