@@ -29,6 +29,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 
 from minitext.checkpoint import leaves
 from minitext.checkpoint.checkpointer import Checkpointer, Restored
@@ -169,7 +170,10 @@ def _spread(array: jax.Array | None, like: jax.ShapeDtypeStruct, holders: set[in
     mine = {} if array is None else {s.device: s.data for s in array.addressable_shards}
     shape = sharding.shard_shape(like.shape)
     parts = [
-        mine[device] if device in chosen else jnp.zeros(shape, like.dtype, device=device)
+        # An offloaded moment is in the host's memory, and devices add in their own.
+        jax.device_put(mine[device], SingleDeviceSharding(device, memory_kind="device"))
+        if device in chosen
+        else jnp.zeros(shape, like.dtype, device=device)
         for device in sharding.addressable_devices
     ]
     bits = f"int{8 * like.dtype.itemsize}"
@@ -180,8 +184,9 @@ def _spread(array: jax.Array | None, like: jax.ShapeDtypeStruct, holders: set[in
 
     spec = sharding.spec
     spread = jax.jit(jax.shard_map(add, mesh=sharding.mesh, in_specs=spec, out_specs=spec))
-    summed = spread(jax.make_array_from_single_device_arrays(like.shape, sharding, parts))
-    return jax.device_put(summed, sharding)  # an equal sharding, but the object asked for
+    on_devices = sharding.with_memory_kind("device")
+    summed = spread(jax.make_array_from_single_device_arrays(like.shape, on_devices, parts))
+    return jax.device_put(summed, sharding)  # where it's wanted, and the object asked for
 
 
 def _covers(abstract_state: Any, holders: set[int]) -> bool:

@@ -240,6 +240,10 @@ def test_two_processes_find_the_newest_step_that_both_can_have(tmp_path):
 
 
 def test_peers_give_what_is_missing_and_only_that():
-    """With one process, which holds all: the exchange leaves every bit as it is."""
+    """With one process, which holds all: the exchange leaves every bit as it is, in the memory where it is."""
     state = a_state(3)
-    assert_same(from_peers(abstract(state), state, {0}), state)
+    on_host = state["w"].sharding.with_memory_kind("pinned_host")
+    state |= {"offloaded": jax.device_put(state["w"], on_host)}
+    got = from_peers(abstract(state), state, {0})
+    assert_same(got, state)
+    assert got["offloaded"].sharding.memory_kind == "pinned_host"
