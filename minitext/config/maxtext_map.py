@@ -759,7 +759,7 @@ def _typed(ours: str, value: Any) -> Any:
         return float(value)
     if (
         isinstance(value, float)
-        and value == int(value)
+        and value.is_integer()  # infinity isn't
         and layout().keys[ours].annotation in (int, int | None)
     ):
         return int(value)

@@ -21,12 +21,15 @@ def statuses(found) -> dict[str, str]:
 
 
 def test_values_that_are_not_taken_over_are_not_called_mapped():
-    found = translated("train.py base.yml dtype=float7 steps=-5 opt_type=lion")
+    found = translated(
+        "train.py base.yml dtype=float7 steps=-5 opt_type=lion data_shuffle_seed=.inf"
+    )
     said = {key.name: key.ours for key in found.keys}
     assert set(statuses(found).values()) == {"none"}
     assert "not float7: model.dtype=bfloat16 is assumed" in said["dtype"]
     assert "-5 is no number of steps: 150,001 are assumed" in said["steps"]
     assert "not lion: adamw is assumed" in said["opt_type"]
+    assert "data.seed doesn't take inf" in said["data_shuffle_seed"]
     assert found.cfg.model.dtype == "bfloat16" and found.cfg.train.steps == 150_001
     found = translated("train.py base.yml dtype=float32 steps=-1 learning_rate_schedule_steps=70")
     assert statuses(found) == dict.fromkeys(statuses(found), "mapped") | {
