@@ -212,7 +212,15 @@ class Checkpointer(AbstractContextManager):
         def each() -> Iterator[tuple[str, np.ndarray]]:
             for name, leaf in wanted.items():
                 to_read = stacks.as_stored(saved, {name: leaf})
-                values = leaves.read(self._orbax, self._path(chosen) / STATE, to_read)
+                try:
+                    values = leaves.read(self._orbax, self._path(chosen) / STATE, to_read)
+                except Exception as error:
+                    if not self._was_deleted(chosen):
+                        raise
+                    raise UserError(
+                        f"{self._path(chosen)} was deleted while it was read, as a run does that keeps newer ones: "
+                        "wait until it ends, or give it a larger checkpoint.keep"
+                    ) from error
                 yield name, np.asarray(stacks.as_wanted(values, {name: leaf})[name])
 
         return chosen, each()

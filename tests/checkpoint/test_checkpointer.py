@@ -358,6 +358,16 @@ def test_a_step_that_the_run_deletes_while_it_is_read_gives_way_to_the_newer_one
     assert not [r for r in caplog.records if "damaged" in r.getMessage()]
 
 
+def test_a_step_that_is_deleted_while_its_leaves_are_read_is_named(tmp_path):
+    run_with([1], tmp_path)
+    with Checkpointer(tmp_path) as reader:
+        found = reader.read_each(abstract(state_of(0)))
+        assert found is not None and next(found[1])[0] == "count"
+        shutil.rmtree(tmp_path / "1")
+        with pytest.raises(UserError, match="1 was deleted while it was read"):
+            next(found[1])
+
+
 def test_a_step_is_there_while_the_one_that_it_replaces_is_deleted(tmp_path, monkeypatch):
     run_with([1], tmp_path)
     delete, steps = shutil.rmtree, []
