@@ -133,6 +133,10 @@ PARTS = {
     "opt_type=muon muon_beta=0.9 muon_weight_decay=0.2": {
         "optim.kind": "muon", "optim.b1": 0.9, "optim.weight_decay": 0.2,
     },
+    "opt_type=sgd": {"optim.kind": "sgd", "optim.b1": 0.0, "optim.weight_decay": 0.0},
+    "remat_policy=minimal_flash": {
+        "model.remat": "names", "model.remat_save": ("qkv", "attention", "attention_out", "gate_up"),
+    },
     "lr_schedule_type=wsd wsd_decay_steps_fraction=0.3": {"optim.schedule": "wsd", "optim.decay_share": 0.3},
     "remat_policy=custom context=device query_proj=device key_proj=device value_proj=device": {
         "model.remat": "names", "model.remat_save": ("attention", "qkv"),
@@ -220,6 +224,19 @@ def test_a_conversation_has_one_source():
         and said["dataset_type"] == "data.source=conversations"
     )
     assert not said["train_split"].startswith("data.tfds_split=train")
+
+
+def test_reinforcement_learning_has_a_length_and_batches_of_its_own():
+    found = translated(
+        "python3 -m maxtext.trainers.post_train.rl.train_rl model_name=llama3.1-8b num_batches=500 batch_size=32 "
+        "rl.num_generations=8 rl.num_iterations=2 train_micro_batch_size=8 per_device_batch_size=3 steps=7"
+    )
+    cfg = found.cfg
+    assert cfg is not None and (cfg.train.steps, cfg.optim.warmup_steps) == (1000, 100)
+    assert (cfg.train.global_batch, cfg.train.microbatches) == (256, 4)
+    assert (cfg.objective.prompts, cfg.objective.group, cfg.objective.max_tokens) == (32, 8, 768)
+    assert cfg.optim.min_ratio == 0 and cfg.optim.b2 == 0.99 and cfg.data.hf_name == "openai/gsm8k"
+    assert statuses(found) | {"steps": "none", "per_device_batch_size": "none"} == statuses(found)
 
 
 def test_a_topology_that_was_taken_is_mapped():
