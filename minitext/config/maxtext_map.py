@@ -329,11 +329,12 @@ class _Work:
                 f"per_device_batch_size={each:g} on {devices:,} devices: choose more than 0, and at most {MOST_ROWS:,} "
                 "sequences in all"
             )
-        if total < 1 or total != int(total):
+        if total != int(total):
+            how = "MaxText leaves out the rest" if total > 1 else "1 is assumed"
             self.notes.append(
-                f"per_device_batch_size={each:g} on {devices:,} devices isn't a whole batch: it is rounded up"
+                f"per_device_batch_size={each:g} on {devices:,} devices isn't a whole batch: {how}"
             )
-        self.put("train.global_batch", max(1, math.ceil(total)) * parts, "per_device_batch_size")
+        self.put("train.global_batch", max(1, int(total)) * parts, "per_device_batch_size")
         self.put("train.microbatches", parts, "gradient_accumulation_steps")
         self.put("data.seq_len", self.whole("max_target_length"), "max_target_length")
         if chunks := self.whole("num_vocab_tiling"):

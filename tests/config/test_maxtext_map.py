@@ -151,6 +151,8 @@ PARTS = {
     "profiler=xplane skip_first_n_steps_for_profiler=4 profiler_steps=2 run_name=a": {
         "profile.first_step": 5, "profile.steps": 2,
     },
+    "per_device_batch_size=1.3 gradient_accumulation_steps=2": {"train.global_batch": 40},  # 20.8 on 16 devices
+    "per_device_batch_size=0.05": {"train.global_batch": 1},
     "attention=dot_product": {"model.attention.impl": "xla"},
     "ici_context_parallelism=4 context_parallel_strategy=ring": {
         "mesh.context": 4, "model.attention.context": "ring",
