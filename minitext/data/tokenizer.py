@@ -273,7 +273,7 @@ class PublishedTokenizer(Tokenizer):
         """Wraps `model`, a `tokenizers.Tokenizer`; `eod_id` ends a document."""
         self._model, self.eod_id = model, eod_id
         vocabulary = model.get_vocab()
-        self.vocab_size = max(eod_id, *vocabulary.values()) + 1
+        self.vocab_size = max(vocabulary.values()) + 1
         if "ByteFallback" in repr(model.decoder):
             names = {f"<0x{byte:02X}>" for byte in range(BYTES)}
             self.byte_ids = frozenset(i for name, i in vocabulary.items() if name in names)
@@ -426,8 +426,11 @@ def read_published(text: str, eod: str | int, where: str) -> PublishedTokenizer:
     model.no_truncation()
     model.no_padding()
     found = model.token_to_id(eod) if isinstance(eod, str) else eod
-    if found is None or not 0 <= found < 2**31:
-        raise UserError(f"{where} has no token {eod!r}, which should end a text")
+    if found is None or not 0 <= found < 2**31 or model.id_to_token(found) is None:
+        raise UserError(
+            f"{where} has no token {eod!r}, which should end a text: correct eos_token in tokenizer_config.json, or "
+            "eos_token_id in config.json"
+        )
     return PublishedTokenizer(model, found)
 
 

@@ -419,6 +419,9 @@ def test_what_cannot_be_imported_leaves_nothing(tmp_path):
     change("config.json", json.dumps(CONFIG))
     change("tokenizer_config.json", json.dumps({"eos_token": "<missing>"}))
     refused("<missing>")
+    change("tokenizer_config.json", "{}")
+    change("config.json", json.dumps(CONFIG | {"eos_token_id": 299}))
+    refused("has no token 299, which should end a text: correct")
     tokenizer = json.loads(published_text())
     tokenizer["model"]["vocab"]["far"] = 2**31
     change("tokenizer.json", json.dumps(tokenizer))
