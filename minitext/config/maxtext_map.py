@@ -534,6 +534,19 @@ class _Work:
                 self.number("wsd_decay_steps_fraction"),
                 "wsd_decay_steps_fraction",
             )
+        self.moments(kind)
+        clip = self.number("gradient_clipping_threshold")
+        if clip > 0:
+            self.put("optim.clip_norm", clip, "gradient_clipping_threshold")
+        else:
+            self.put("optim.clip_norm", 1e6, "gradient_clipping_threshold")
+        if self.text("mu_dtype") == "bfloat16":
+            self.notes.append(
+                "mu_dtype=bfloat16: moments are float32 here, two bytes more for each parameter"
+            )
+
+    def moments(self, kind: str | None) -> None:
+        """What the optimizer keeps of gradients, and how weights decay."""
         muon = kind == "muon"
         self.put(
             "optim.b1",
@@ -552,15 +565,6 @@ class _Work:
                 self.put(ours, 0.0, "opt_type")
                 del self.mapped[theirs]
                 self.name("MaxText's sgd has no momentum and no weight decay", theirs)
-        clip = self.number("gradient_clipping_threshold")
-        if clip > 0:
-            self.put("optim.clip_norm", clip, "gradient_clipping_threshold")
-        else:
-            self.put("optim.clip_norm", 1e6, "gradient_clipping_threshold")
-        if self.text("mu_dtype") == "bfloat16":
-            self.notes.append(
-                "mu_dtype=bfloat16: moments are float32 here, two bytes more for each parameter"
-            )
 
     def data(self) -> None:
         kind = self.text("dataset_type")
