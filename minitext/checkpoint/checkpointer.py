@@ -161,10 +161,21 @@ class Checkpointer(AbstractContextManager):
             UserError: every checkpoint (or `step`'s) is damaged, or a leaf differs in shape or dtype or is missing on
                 either side.
         """
+        while (chosen := self.choose(step)) is not None:
+            try:
+                return self.read(abstract_state, chosen, partial)
+            except Exception:
+                if jax.process_count() > 1 or not self._was_deleted(chosen):
+                    raise
+        return None
+
+    def choose(self, step: int | None = None) -> int | None:
+        """Returns the newest undamaged step, or `step`, after reading all its files, as `restore` does; or None."""
         self.wait()
-        chosen = self._choose_together(step)
-        if chosen is None:
-            return None
+        return self._choose_together(step)
+
+    def read(self, abstract_state: Any, chosen: int, partial: bool = False) -> Restored:
+        """Reads a step that `choose` returned, as `restore` does."""
         facts = self.facts(chosen)
         wanted, saved = leaves.named(abstract_state), facts["layout"]["leaves"]
         to_read = stacks.as_stored(saved, wanted)
@@ -189,8 +200,7 @@ class Checkpointer(AbstractContextManager):
         Raises:
             UserError: what `restore` raises.
         """
-        self.wait()
-        if (chosen := self._choose_together(step)) is None:
+        if (chosen := self.choose(step)) is None:
             return None
         saved = self.facts(chosen)["layout"]["leaves"]
         wanted = {
@@ -202,23 +212,33 @@ class Checkpointer(AbstractContextManager):
         def each() -> Iterator[tuple[str, np.ndarray]]:
             for name, leaf in wanted.items():
                 to_read = stacks.as_stored(saved, {name: leaf})
-                values = leaves.read(self._orbax, self._path(chosen) / STATE, to_read)
+                try:
+                    values = leaves.read(self._orbax, self._path(chosen) / STATE, to_read)
+                except Exception as error:
+                    if not self._was_deleted(chosen):
+                        raise
+                    raise UserError(
+                        f"{self._path(chosen)} was deleted while it was read, as a run does that keeps newer ones: "
+                        "wait until it ends, or give it a larger checkpoint.keep"
+                    ) from error
                 yield name, np.asarray(stacks.as_wanted(values, {name: leaf})[name])
 
         return chosen, each()
 
     def steps(self) -> list[int]:
         """The committed steps, oldest first, except those found damaged."""
+        return sorted(self._committed() - self._damaged)
+
+    def _committed(self) -> set[int]:
         try:
             names = [entry.name for entry in os.scandir(self.directory) if entry.is_dir()]
         except FileNotFoundError:
-            return []
+            return set()
         except OSError as error:
             raise UserError(
                 f"cannot look into {self.directory}: {error.strerror}; choose another {self._key}"
             ) from error
-        found = {int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name)}
-        return sorted(found - self._damaged)
+        return {int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name)}
 
     def latest(self) -> int | None:
         """The newest committed step, or None. Only restoring verifies it."""
@@ -280,11 +300,11 @@ class Checkpointer(AbstractContextManager):
             files.sync(self.directory.parent)
             for path in self.directory.glob(f"[0-9]*{TEMPORARY}/"):
                 shutil.rmtree(path)
-        for damaged in sorted(self._damaged):
+        for damaged in sorted(self._damaged & self._committed()):
             count = len(list(self.directory.glob(f"{damaged}{DAMAGED}*")))
             aside = self._path(damaged, f"{DAMAGED}.{count + 1}" if count else DAMAGED)
             self._path(damaged).rename(aside)
-            self._damaged.remove(damaged)
+        self._damaged.clear()
         target.mkdir()
 
     def _commit(self, step: int, target: Path, facts: str, write: Callable | None) -> None:
@@ -297,24 +317,25 @@ class Checkpointer(AbstractContextManager):
                 return
             (target / FACTS).write_text(facts, encoding="utf-8")
             files.seal(target)
-            if self._path(step).exists():
-                self._delete(step)
+            replaced = self._set_aside(step) if self._path(step).exists() else None
             target.rename(self._path(step))
             files.sync(self.directory)
         except BaseException as error:
             self._fail(error, step, target)
         try:
+            if (
+                replaced is not None
+            ):  # only now: deleting takes long, and a step is there all that time
+                shutil.rmtree(replaced)
             for old in self.steps()[: -self.keep]:
                 if old != step and (self.keep_every is None or old % self.keep_every):
-                    self._delete(old)
+                    shutil.rmtree(self._set_aside(old))
         except OSError as error:
             logger.warning("an old checkpoint could not be deleted: %s", error)
 
-    def _delete(self, step: int) -> None:
-        # Renamed first: a process killed while deleting must not leave half a step.
-        doomed = self._path(step, f".old{TEMPORARY}")
-        self._path(step).rename(doomed)
-        shutil.rmtree(doomed)
+    def _set_aside(self, step: int) -> Path:
+        """Renames a step that is to be deleted: a process killed while deleting must not leave half a step."""
+        return self._path(step).rename(self._path(step, f".old{TEMPORARY}"))
 
     def _fail(self, error: BaseException, step: int, target: Path) -> NoReturn:
         """Deletes what a failed save left and raises its error, as a UserError if the disk was the reason."""
@@ -338,7 +359,7 @@ class Checkpointer(AbstractContextManager):
 
     def _choose(self, step: int | None) -> int | None:
         """Returns the newest whole step, after a warning for each newer one that is damaged."""
-        candidates = self.steps()
+        candidates = sorted(self._committed())  # of those found damaged, copies may be back
         if step is not None:
             if step not in candidates:
                 raise UserError(
@@ -349,19 +370,28 @@ class Checkpointer(AbstractContextManager):
         for candidate in reversed(candidates):
             fault = self.verify(candidate)
             if fault is None:
-                self._damaged.update(faults)
+                if step is None:
+                    self._damaged = set(faults)
                 return candidate
+            if self._was_deleted(candidate):
+                return self._choose(step)
             faults[candidate] = fault
             if candidate != candidates[0]:
                 warning = "checkpoint %s is damaged: %s; trying the one before"
                 logger.warning(warning, self._path(candidate), fault)
         if not faults:
             return None
+        if step is None:
+            self._damaged = set(faults)
         raise UserError(
             f"{'every' if step is None else 'the'} checkpoint in {self.directory} is damaged: "
             + "; ".join(f"step {number}: {fault}" for number, fault in faults.items())
             + "; nothing was deleted: put back a copy, or choose another run.dir to begin again"
         )
+
+    def _was_deleted(self, step: int) -> bool:
+        """Whether a step is gone because the run that saves here has newer ones."""
+        return not self._path(step).exists()
 
     def _choose_together(self, step: int | None) -> int | None:
         """Returns process 0's choice on every process, unless each has its own directory."""

@@ -29,10 +29,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 
 from minitext.checkpoint import leaves
 from minitext.checkpoint.checkpointer import Checkpointer, Restored
 from minitext.distributed import job
+from minitext.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -112,13 +114,30 @@ class LocalCopies(AbstractContextManager):
 def restore_newest(
     checkpointer: Checkpointer, copies: LocalCopies | None, abstract_state: Any
 ) -> Restored | None:
-    """Reads the newest state: from the processes' own copies if they are newer, else from the shared checkpoint."""
-    if copies is not None:
-        latest = checkpointer.latest()
-        shared = job.agree("latest", -1 if latest is None else latest)[0]
-        if restored := copies.restore(abstract_state, shared):
+    """Reads the newest state: from the processes' own copies if they are newer, else from the shared checkpoint.
+
+    Copies are also read where the newest shared checkpoint is damaged and they are newer than the one before.
+
+    Raises:
+      UserError: what `Checkpointer.restore` raises.
+    """
+    if copies is None:
+        return checkpointer.restore(abstract_state)
+    latest = checkpointer.latest()
+    shared = job.agree("latest", -1 if latest is None else latest)[0]
+    if restored := copies.restore(abstract_state, shared):
+        return restored
+    try:
+        whole = checkpointer.choose()
+    except UserError:  # all are damaged
+        if restored := copies.restore(abstract_state, -1):
             return restored
-    return checkpointer.restore(abstract_state)
+        raise
+    if whole is None:
+        return None
+    if whole != shared and (restored := copies.restore(abstract_state, whole)):
+        return restored
+    return checkpointer.read(abstract_state, whole)
 
 
 def from_peers(abstract_state: Any, state: Any, holders: set[int]) -> Any:
@@ -151,7 +170,10 @@ def _spread(array: jax.Array | None, like: jax.ShapeDtypeStruct, holders: set[in
     mine = {} if array is None else {s.device: s.data for s in array.addressable_shards}
     shape = sharding.shard_shape(like.shape)
     parts = [
-        mine[device] if device in chosen else jnp.zeros(shape, like.dtype, device=device)
+        # An offloaded moment is in the host's memory, and devices add in their own.
+        jax.device_put(mine[device], SingleDeviceSharding(device, memory_kind="device"))
+        if device in chosen
+        else jnp.zeros(shape, like.dtype, device=device)
         for device in sharding.addressable_devices
     ]
     bits = f"int{8 * like.dtype.itemsize}"
@@ -162,8 +184,9 @@ def _spread(array: jax.Array | None, like: jax.ShapeDtypeStruct, holders: set[in
 
     spec = sharding.spec
     spread = jax.jit(jax.shard_map(add, mesh=sharding.mesh, in_specs=spec, out_specs=spec))
-    summed = spread(jax.make_array_from_single_device_arrays(like.shape, sharding, parts))
-    return jax.device_put(summed, sharding)  # an equal sharding, but the object asked for
+    on_devices = sharding.with_memory_kind("device")
+    summed = spread(jax.make_array_from_single_device_arrays(like.shape, on_devices, parts))
+    return jax.device_put(summed, sharding)  # where it's wanted, and the object asked for
 
 
 def _covers(abstract_state: Any, holders: set[int]) -> bool:

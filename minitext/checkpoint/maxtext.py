@@ -24,6 +24,7 @@ from minitext.checkpoint.weights import Weights
 from minitext.errors import UserError
 
 METADATA, METADATA_LIMIT = "_METADATA", 256 << 20
+WHOLE = "store_array_data_equal_to_fill_value"  # its key for whether zeros were written too
 TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 MOST_ARRAYS = 1_000_000
 # What layers are stacked in: all of one kind, or in a cycle with arrays of its own for each of its layers.
@@ -187,9 +188,12 @@ def open_checkpoint(path: Path | str, axis: int = 1) -> MaxTextWeights:
             f"{folder} has no params, but {', '.join(sorted(left))[:80]}: is it a checkpoint of MaxText?"
         )
     driver = "zarr3" if said.get("use_zarr3") else "zarr"
+    # Where every number was written, zeros too, a part that is missing was lost.
+    more = {"driver": driver, "fill_missing_data_reads": not said.get(WHOLE)}
+    if (ocdbt := said.get("use_ocdbt")) is None:  # older metadata doesn't say
+        ocdbt = (folder / "manifest.ocdbt").is_file()
     specs = {
-        name: _spec(folder, keys, driver, bool(said.get("use_ocdbt")))
-        for name, keys in found.items()
+        name: more | {"kvstore": _store(folder, keys, bool(ocdbt))} for name, keys in found.items()
     }
     # A stacked array is read once and decoded once, though a layer at a time.
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
@@ -235,17 +239,12 @@ def _keys(folder: Path, row: Any) -> tuple[str, ...]:
     return tuple(map(str, names))
 
 
-def _spec(folder: Path, keys: tuple[str, ...], driver: str, ocdbt: bool) -> dict[str, Any]:
+def _store(folder: Path, keys: tuple[str, ...], ocdbt: bool) -> dict[str, Any]:
     name, base = ".".join(keys), str(folder.resolve())
-    if ocdbt:
-        store = {
-            "driver": "ocdbt",
-            "base": {"driver": "file", "path": f"{base}/"},
-            "path": f"{name}/",
-        }
-    else:
-        store = {"driver": "file", "path": f"{base}/{name}/"}
-    return {"driver": driver, "kvstore": store}
+    if not ocdbt:
+        return {"driver": "file", "path": f"{base}/{name}/"}
+    inner = {"driver": "file", "path": f"{base}/"}
+    return {"driver": "ocdbt", "base": inner, "path": f"{name}/"}
 
 
 def _open_all(folder: Path, specs: Mapping[str, Any], context: Any) -> dict[str, Any]:

@@ -119,6 +119,9 @@ def read_rows(source: Bytes, tensor: Stored, start: int, stop: int) -> np.ndarra
     Raises:
       UserError: if the file ends before, or a library is missing.
     """
+    if tensor.dtype in QUANTIZED and len(tensor.shape) == 1:  # a row of blocks, which is read whole
+        row = tensor._replace(shape=(1, *tensor.shape))
+        return read_rows(source, row, 0, 1)[0, start:stop]
     shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
     row = tensor.size // max(tensor.rows, 1)
     raw = source.read(tensor.file, tensor.offset + start * row, (stop - start) * row)

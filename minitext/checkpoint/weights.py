@@ -39,7 +39,7 @@ class Weights(AbstractContextManager):
     @property
     def is_gguf(self) -> bool:
         """Whether this is a GGUF file, with its own names and metadata."""
-        return self.path.is_file() and self.path.suffix != ".safetensors"
+        return self.path.suffix == ".gguf" or "general.architecture" in self.metadata
 
     def names(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Returns name -> (shape, type as the format calls it)."""

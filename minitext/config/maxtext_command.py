@@ -2,7 +2,8 @@
 
 The words `key=value` of the command that trains, `python3 -m maxtext.trainers.pre_train.train base.yml ...`, are read
 wherever it is: on a line of its own, in a script with variables, or in the `--command` of `xpk workload create`, whose
-device type and slices are read too. Nothing is run. A file's `base_config` is read before it.
+device type and slices are read too. Nothing is run. A file's `base_config` is read before it. A program for
+post-training has a file of its own (`sft.yml`, `dpo.yml`, `rl.yml`), which it reads if the command names none.
 
 Chapters: 27.
 """
@@ -11,7 +12,7 @@ import ast
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,14 +41,28 @@ FLAGS = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
 # What MaxText's own files set over base.yml.
 FILES: dict[str, dict[str, Any]] = {
     "base.yml": {},
-    "sft.yml": {"use_sft": True, "learning_rate": 2e-5, "dataset_type": "hf", "sft_train_on_completion_only": True},
-    "dpo.yml": {"use_dpo": True, "dataset_type": "hf", "packing": False, "learning_rate": 5e-7},
+    "sft.yml": {
+        "use_sft": True, "learning_rate": 2e-5, "dataset_type": "hf", "sft_train_on_completion_only": True,
+        "hf_path": "HuggingFaceH4/ultrachat_200k", "train_split": "train_sft", "train_data_columns": ["messages"],
+    },
+    "dpo.yml": {
+        "use_dpo": True, "model_name": "qwen3-0.6b", "dataset_type": "hf", "hf_path": "Anthropic/hh-rlhf",
+        "train_data_columns": ["chosen", "rejected"], "packing": False, "learning_rate": 5e-7,
+        "per_device_batch_size": 2.0, "steps": 10, "max_target_length": 512, "gradient_clipping_threshold": 10.0,
+        "dpo.dpo_beta": 0.1, "dpo.dpo_label_smoothing": 0.0,
+    },
     "rl.yml": {
         "rl.num_generations": 2, "rl.num_iterations": 1, "rl.grpo_beta": 0.08, "rl.grpo_epsilon": 0.2,
         "rl.loss_algo": "grpo", "learning_rate": 3e-6, "adam_b2": 0.99, "gradient_clipping_threshold": 0.1,
-        "max_target_length": 1024, "weight_dtype": "bfloat16",
+        "max_target_length": 1024, "weight_dtype": "bfloat16", "batch_size": 1, "num_batches": 4,
+        "max_prefill_predict_length": 256, "data_shuffle_seed": 42, "decode_sampling_temperature": 0.9,
+        "dataset_name": "openai/gsm8k", "checkpoint_period": 50,
+        "attention": "dot_product", "remat_policy": "custom", "decoder_layer_input": "offload",
+        "query_proj": "offload", "key_proj": "offload", "value_proj": "offload",
     },
 }  # fmt: skip
+# The program -> the file that it reads if the command names none; others read base.yml.
+PROGRAM = re.compile(r"(?:.*[./])?train_(sft|dpo|rl)(?:_native)?(?:\.py)?")
 
 
 class Reading(NamedTuple):
@@ -104,7 +119,7 @@ def read(text: str) -> Reading:
         words.take(files.read_text(path, LIMIT), 0)
     else:
         words.take(text, 0)
-    if not words.given and not words.files:
+    if not (words.given or words.files or words.program):
         raise UserError(
             f"{files.shorten(text.strip())} sets no key of MaxText: give its command with key=value, or a .yml file"
         )
@@ -138,6 +153,8 @@ def settings(words: list[str]) -> Reading:
 
 def _with_model(words: "_Words", path: Path | None) -> Reading:
     """Returns what was found, over the sizes of the model that it names."""
+    if words.program and not words.files:
+        words.config_file(words.program, over=words.given)
     defaults = dict(maxtext_model.facts()["defaults"])
     name = words.given.get("model_name")
     if name in (None, "", "default") or is_variable(name):
@@ -195,6 +212,7 @@ class _Words:
         self.files: list[Path] = []
         self.notes: list[str] = []
         self.options: list[str] = []
+        self.program = ""  # the file that the program reads by itself
         self.device: str | None = None
         self.slices = self.nodes = 1
         self.variables: dict[str, str] = {}
@@ -298,13 +316,20 @@ class _Words:
             return self.take(expanded, depth + 1)
         if re.fullmatch(r"[^\s$]+\.ya?ml", expanded):
             self.config_file(expanded)
+        elif program := PROGRAM.fullmatch(expanded):
+            self.program = f"{program[1]}.yml"
         elif expanded in maxtext_model.facts()["defaults"]:
             self.notes.append(f"{expanded} has no value: write {expanded}=VALUE")
         elif expanded.startswith("="):
             self.notes.append(f"{files.shorten(expanded)} has no key before its value")
 
-    def config_file(self, name: str) -> None:
-        """Takes a file that the command names: the one on this machine, or else what MaxText's own is known to say."""
+    def config_file(self, name: str, over: Collection[str] = ()) -> None:
+        """Takes a file: the one on this machine, or else what MaxText's own is known to say.
+
+        Args:
+          name: its path.
+          over: keys that are set already, and stay so.
+        """
         path = Path(os.path.expanduser(files.local_path(name)))
         if path.is_file():
             return _load(path, self, 0)
@@ -315,7 +340,8 @@ class _Words:
             )
         self.files.append(path)
         for key, value in FILES[path.name].items():
-            self.set(key, value, path.name)
+            if key not in over:
+                self.set(key, value, path.name)
 
     def expand(self, text: str) -> str:
         """Replaces variables that have a value here; a name without one stays."""
@@ -369,10 +395,13 @@ def _split(text: str) -> Iterator[str]:
     if "MaxTextModel(" in text:
         begin = text.index("MaxTextModel(")
         text = text[:begin] + text[_closing(text, begin + len("MaxTextModel")) :]
+    # For shlex a comment begins in the middle of a word too, for a shell it doesn't.
+    text = re.sub(r"(?<=[^\s;&|()])#", "\0", text)
     lexer = shlex.shlex(text, posix=True, punctuation_chars=False)
     lexer.whitespace_split, lexer.commenters = True, "#"
     try:
-        yield from lexer
+        for word in lexer:
+            yield word.replace("\0", "#")
     except ValueError as error:
         raise UserError(
             f"the command has an open quote ({str(error).lower()}): close it, or give the command in quotes of the "

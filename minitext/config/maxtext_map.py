@@ -36,7 +36,8 @@ AXES = {
 }  # fmt: skip
 # A policy there -> the tensors of a layer that ours keeps; None: all products.
 REMAT: dict[str, tuple[str, ...] | None] = {
-    "minimal": None, "minimal_flash": None, "minimal_with_context": ("qkv", "attention", "attention_out", "gate_up"),
+    "minimal": None, "minimal_flash": ("qkv", "attention", "attention_out", "gate_up"),
+    "minimal_with_context": ("qkv", "attention", "attention_out", "gate_up"),
     "save_dot_except_mlp": ("qkv", "attention_out"), "save_dot_except_mlpwi": ("qkv", "attention_out"),
     "save_dot_with_context_except_mlp": ("qkv", "attention", "attention_out"), "save_qkv_proj": ("qkv",),
     "save_out_proj": ("attention_out",), "minimal_offloaded": (), "qkv_proj_offloaded": (),
@@ -46,6 +47,11 @@ TENSORS = {
     "qkv_proj": "qkv", "out_proj": "attention_out", "attention_out": "attention_out", "mlpwi": "gate_up",
     "mlpwi_0": "gate_up", "mlpwi_1": "gate_up", "moe_mlpwi_0": "gate_up", "moe_mlpwi_1": "gate_up",
     "query_wa_proj": "latents", "kv_wa_proj": "latents",
+}  # fmt: skip
+# Defaults of reinforcement learning.
+RL = {
+    "num_batches": 4, "rl.num_iterations": 1, "train_fraction": 1.0, "num_epoch": 1, "batch_size": 1,
+    "rl.num_generations": 2, "train_micro_batch_size": -1,
 }  # fmt: skip
 MOST_ROWS = 2**31 - 1  # in a batch; more is a slip
 OF_THE_TRAINING_ONLY = ("logical_axis_rules", "mesh_axes")  # lists too long to repeat
@@ -323,11 +329,12 @@ class _Work:
                 f"per_device_batch_size={each:g} on {devices:,} devices: choose more than 0, and at most {MOST_ROWS:,} "
                 "sequences in all"
             )
-        if total < 1 or total != int(total):
+        if total != int(total):
+            how = "MaxText leaves out the rest" if total > 1 else "1 is assumed"
             self.notes.append(
-                f"per_device_batch_size={each:g} on {devices:,} devices isn't a whole batch: it is rounded up"
+                f"per_device_batch_size={each:g} on {devices:,} devices isn't a whole batch: {how}"
             )
-        self.put("train.global_batch", max(1, math.ceil(total)) * parts, "per_device_batch_size")
+        self.put("train.global_batch", max(1, int(total)) * parts, "per_device_batch_size")
         self.put("train.microbatches", parts, "gradient_accumulation_steps")
         self.put("data.seq_len", self.whole("max_target_length"), "max_target_length")
         if chunks := self.whole("num_vocab_tiling"):
@@ -527,6 +534,19 @@ class _Work:
                 self.number("wsd_decay_steps_fraction"),
                 "wsd_decay_steps_fraction",
             )
+        self.moments(kind)
+        clip = self.number("gradient_clipping_threshold")
+        if clip > 0:
+            self.put("optim.clip_norm", clip, "gradient_clipping_threshold")
+        else:
+            self.put("optim.clip_norm", 1e6, "gradient_clipping_threshold")
+        if self.text("mu_dtype") == "bfloat16":
+            self.notes.append(
+                "mu_dtype=bfloat16: moments are float32 here, two bytes more for each parameter"
+            )
+
+    def moments(self, kind: str | None) -> None:
+        """What the optimizer keeps of gradients, and how weights decay."""
         muon = kind == "muon"
         self.put(
             "optim.b1",
@@ -537,15 +557,14 @@ class _Work:
         self.put("optim.eps", self.number("adam_eps"), "adam_eps")
         decay = "muon_weight_decay" if muon else "adam_weight_decay"
         self.put("optim.weight_decay", self.number(decay), decay)
-        clip = self.number("gradient_clipping_threshold")
-        if clip > 0:
-            self.put("optim.clip_norm", clip, "gradient_clipping_threshold")
-        else:
-            self.put("optim.clip_norm", 1e6, "gradient_clipping_threshold")
-        if self.text("mu_dtype") == "bfloat16":
-            self.notes.append(
-                "mu_dtype=bfloat16: moments are float32 here, two bytes more for each parameter"
-            )
+        if kind == "sgd":  # which has no other setting there than its rate
+            for ours, theirs in (
+                ("optim.b1", "adam_b1"),
+                ("optim.weight_decay", "adam_weight_decay"),
+            ):
+                self.put(ours, 0.0, "opt_type")
+                del self.mapped[theirs]
+                self.name("MaxText's sgd has no momentum and no weight decay", theirs)
 
     def data(self) -> None:
         kind = self.text("dataset_type")
@@ -613,8 +632,7 @@ class _Work:
             ):  # fmt: skip
                 self.fill(f"objective.{ours}", f"rl.{theirs}")
             self.fill("objective.temperature", "decode_sampling_temperature")
-            self.fill("objective.prompts", "batch_size")
-            self.fill("train.steps", "num_batches")
+            self.reinforcement()
         if chats:
             for ours in (
                 "data.source",
@@ -634,6 +652,38 @@ class _Work:
             self.fill("model.lora.rank", "lora.lora_rank")
             self.mapped["lora.enable_lora"] = "model.lora.rank above 0"
             self.fill("model.lora.alpha", "lora.lora_alpha")
+
+    def reinforcement(self) -> None:
+        """Sets the length of reinforcement learning and its batches, which there have keys of their own."""
+        for key in ("steps", "learning_rate_final_fraction"):
+            self.mapped.pop(key, None)
+        self.name("num_batches says it in reinforcement learning", "steps")
+        values = RL | self.values
+        times = ("num_batches", "rl.num_iterations", "train_fraction", "num_epoch")
+        steps = max(1, int(math.prod(maxtext_model.number(values, key) for key in times)))
+        self.put("train.steps", steps, "num_batches")
+        schedule = self.whole("learning_rate_schedule_steps")
+        length = schedule if 0 < schedule != self.whole("steps") else steps
+        warmup = int(length * self.number("warmup_steps_fraction"))
+        self.put("optim.warmup_steps", warmup, "warmup_steps_fraction")
+        self.settings["optim.min_ratio"] = 0.0
+        self.name(
+            "reinforcement learning there ends at a rate of 0", "learning_rate_final_fraction"
+        )
+        prompts, group, part = (
+            maxtext_model.whole(values, key)
+            for key in ("batch_size", "rl.num_generations", "train_micro_batch_size")
+        )
+        if "batch_size" in self.given:
+            self.put("objective.prompts", prompts, "batch_size")
+            self.put("train.global_batch", prompts * group, "batch_size")
+            self.mapped.pop("per_device_batch_size", None)
+            self.name("batch_size says it in reinforcement learning", "per_device_batch_size")
+        if 0 < part < prompts and prompts % part == 0:
+            self.put("train.microbatches", prompts // part, "train_micro_batch_size")
+        answer = self.whole("max_target_length") - self.whole("max_prefill_predict_length")
+        if answer > 0:
+            self.put("objective.max_tokens", answer, "max_prefill_predict_length")
 
     def fill(self, ours: str, theirs: str) -> None:
         """Maps a key of post-training where it is given, a number or nothing."""
@@ -759,7 +809,7 @@ def _typed(ours: str, value: Any) -> Any:
         return float(value)
     if (
         isinstance(value, float)
-        and value == int(value)
+        and value.is_integer()  # infinity isn't
         and layout().keys[ours].annotation in (int, int | None)
     ):
         return int(value)

@@ -98,6 +98,10 @@ class Tokenizer(ABC):
         """
 
     @abstractmethod
+    def count_bytes(self, ids: np.ndarray) -> int:
+        """Returns how many bytes of text the ids of a part of a text stand for; its ends may cut characters."""
+
+    @abstractmethod
     def to_json(self) -> dict[str, Any]:
         """Returns the whole tokenizer as JSON-able values."""
 
@@ -179,6 +183,10 @@ class ByteTokenizer(OwnTokenizer):
         known = (i if 0 <= i < BYTES else self.no_text for i in map(int, ids) if i != self.eod_id)
         return bytes(known).decode("utf-8", errors="replace")
 
+    def count_bytes(self, ids: np.ndarray) -> int:
+        """Counts the ids that are bytes."""
+        return int((np.asarray(ids) < BYTES).sum())
+
     def to_json(self) -> dict[str, Any]:
         """Returns `{"kind": "byte"}`."""
         return {"kind": "byte"}
@@ -236,6 +244,14 @@ class BPETokenizer(OwnTokenizer):
         ]
         return self._model.decode(known, skip_special_tokens=False)
 
+    def count_bytes(self, ids: np.ndarray) -> int:
+        """Adds up the tokens' lengths."""
+        return int(self._lengths[np.asarray(ids)].sum())
+
+    @functools.cached_property
+    def _lengths(self) -> np.ndarray:
+        return _lengths(self._model, self.vocab_size)
+
     def to_json(self) -> dict[str, Any]:
         """Returns the vocabulary and the merges in the library's format."""
         return {"kind": "bpe", "bpe": json.loads(self._model.to_str())}
@@ -257,7 +273,7 @@ class PublishedTokenizer(Tokenizer):
         """Wraps `model`, a `tokenizers.Tokenizer`; `eod_id` ends a document."""
         self._model, self.eod_id = model, eod_id
         vocabulary = model.get_vocab()
-        self.vocab_size = max(eod_id, *vocabulary.values()) + 1
+        self.vocab_size = max(vocabulary.values()) + 1
         if "ByteFallback" in repr(model.decoder):
             names = {f"<0x{byte:02X}>" for byte in range(BYTES)}
             self.byte_ids = frozenset(i for name, i in vocabulary.items() if name in names)
@@ -316,6 +332,19 @@ class PublishedTokenizer(Tokenizer):
         known = [i for i in map(int, ids) if 0 <= i < self.vocab_size]
         return self._model.decode(known, skip_special_tokens=True)
 
+    def count_bytes(self, ids: np.ndarray) -> int:
+        """Adds up the tokens' lengths, if they are of bytes, as `decode` has them; else counts those of the text."""
+        if self._lengths is not None:
+            return int(self._lengths[np.asarray(ids)].sum())
+        text = self.decode(ids)
+        # A character cut by an end decodes to U+FFFD: three bytes for one.
+        return len(text.encode()) - 2 * text.count("\ufffd")
+
+    @functools.cached_property
+    def _lengths(self) -> np.ndarray | None:
+        is_of_bytes = (self.published()["decoder"] or {}).get("type") == "ByteLevel"
+        return _lengths(self._model, self.vocab_size) if is_of_bytes else None
+
     def to_json(self) -> dict[str, Any]:
         """Returns the library's format and the id that ends a document."""
         return {
@@ -327,6 +356,17 @@ class PublishedTokenizer(Tokenizer):
     def published(self) -> dict[str, Any]:
         """Returns what was read."""
         return json.loads(self._model.to_str())
+
+
+def _lengths(model: Any, vocab_size: int) -> np.ndarray:
+    """Returns each id's bytes of text, int64 [vocab_size]; `model` is byte-level, so a token has a letter for each."""
+    found, added = np.zeros(vocab_size, np.int64), model.get_added_tokens_decoder()
+    for token, i in model.get_vocab().items():
+        if i not in added:
+            found[i] = len(token)
+        elif not added[i].special:
+            found[i] = len(token.encode())
+    return found
 
 
 def _ids_alone(model: Any, texts: Sequence[str]) -> list[np.ndarray]:
@@ -386,8 +426,11 @@ def read_published(text: str, eod: str | int, where: str) -> PublishedTokenizer:
     model.no_truncation()
     model.no_padding()
     found = model.token_to_id(eod) if isinstance(eod, str) else eod
-    if found is None or not 0 <= found < 2**31:
-        raise UserError(f"{where} has no token {eod!r}, which should end a text")
+    if found is None or not 0 <= found < 2**31 or model.id_to_token(found) is None:
+        raise UserError(
+            f"{where} has no token {eod!r}, which should end a text: correct eos_token in tokenizer_config.json, or "
+            "eos_token_id in config.json"
+        )
     return PublishedTokenizer(model, found)
 
 

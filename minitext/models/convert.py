@@ -427,7 +427,10 @@ def _check_copy(weights: Weights, name: str, original: str) -> None:
     if same:
         parts = stored.chunks(0, one.rows, 4 * math.prod(one.shape[1:]), CHUNK)
         same = all(
-            np.array_equal(weights.read(name, (slice(*p),)), weights.read(original, (slice(*p),)))
+            np.array_equal(
+                *(stored.as_float32(weights.read(n, (slice(*p),))) for n in (name, original)),
+                equal_nan=True,
+            )
             for p in parts
         )
     if not same:
@@ -511,8 +514,10 @@ def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
         return array
     with np.errstate(over="ignore"):
         found = array.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16)
-    if stored.has_nonfinite(found.astype(np.float32)) and not stored.has_nonfinite(array):
-        raise UserError(
-            f"{np.abs(array).max():.3g} is too large for {dtype}: export as float32 or bfloat16"
-        )
+    if stored.has_nonfinite(stored.as_float32(found)):
+        largest = np.abs(array[np.isfinite(array) & ~np.isfinite(found)]).max(initial=0)
+        if largest:
+            raise UserError(
+                f"{largest:.3g} is too large for {dtype}: export as float32 or bfloat16"
+            )
     return found

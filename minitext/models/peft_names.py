@@ -18,11 +18,14 @@ from minitext.models.convert import KEEP, TRANSPOSED, Row, Table
 from minitext.models.lora import without_lora
 
 PREFIX = "base_model.model."
-# Kinds of adapters that compute something else, and their settings without effect.
+# Settings of adapters that compute something else, with the values that don't. Some ways to initialize adapters, such
+# as PiSSA, change the weights beside them.
 PLAIN: dict[str, Any] = {
     "use_dora": (False, None), "bias": ("none", None), "modules_to_save": (None, []), "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None), "fan_in_fan_out": (False, None), "layers_to_transform": (None, []),
     "lora_bias": (False, None), "layer_replication": (None, []), "target_parameters": (None, []),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"), "alora_invocation_tokens": (None,),
+    "use_bdlora": (None, False), "arrow_config": (None,), "kasa_config": (None,), "monteclora_config": (None,),
 }  # fmt: skip
 
 

@@ -135,7 +135,7 @@ def read_config_json(weights: Weights) -> dict[str, Any]:
     """
     if weights.is_gguf:
         return gguf_names.config_json(weights)
-    folder = weights.path if weights.path.is_dir() else weights.path.parent
+    folder = _folder(weights)
     found = files.read_json(folder / "config.json", CONFIG_LIMIT)
     if not isinstance(found, dict):
         raise UserError(f"{folder / 'config.json'} has no keys with values: copy it again")
@@ -151,8 +151,12 @@ def read_tokenizer(weights: Weights, values: Mapping[str, Any]) -> PublishedToke
     if weights.is_gguf:
         text, eod = gguf_tokenizer.read(weights.metadata, str(weights.path))
         return read_published(text, eod, str(weights.path))
-    folder = weights.path if weights.path.is_dir() else weights.path.parent
-    return read_folder_tokenizer(folder, values.get("eos_token_id"))
+    return read_folder_tokenizer(_folder(weights), values.get("eos_token_id"))
+
+
+def _folder(weights: Weights) -> Path:
+    """Returns where the files beside the weights are."""
+    return weights.path if weights.path.is_dir() else weights.path.parent
 
 
 def read_folder_tokenizer(folder: Path, eod: Any = None) -> PublishedTokenizer:
@@ -193,8 +197,8 @@ def _write_run(
             tokenizer.save(new / TOKENIZER)
             (new / PUBLISHED).mkdir()
             files.write(new / PUBLISHED / "config.json", json.dumps(values, indent=2))
-            if weights.path.is_dir():
-                carry(weights.path, new / PUBLISHED)
+            if not weights.is_gguf:
+                carry(_folder(weights), new / PUBLISHED)
             else:
                 special = gguf_tokenizer.special_tokens(weights.metadata)
                 ends = {"eos_token_id": gguf_tokenizer.ends_of_turn(weights.metadata)}

@@ -548,9 +548,7 @@ def evaluate_run(directory: Path | str, overrides: Sequence[str] = ()) -> dict[s
             part, count = eval_step(state, batch)
             nll, tokens = nll + float(part["loss"]), tokens + float(count)
             targets = jax.device_get(batch["targets"])[jax.device_get(batch["loss_mask"]) != 0]
-            text = tokenizer.decode(targets)
-            # A character cut by the end of a row decodes to U+FFFD: three bytes for one.
-            size += len(text.encode()) - 2 * text.count("\ufffd")
+            size += tokenizer.count_bytes(targets)
     loss = nll / max(tokens, 1.0)
     return {
         "step": step,

@@ -328,6 +328,61 @@ def test_a_damaged_step_can_be_saved_again_and_is_kept_aside(tmp_path):
         run_with([1], tmp_path)
 
 
+def test_a_damaged_step_that_somebody_removed_does_not_stop_the_next_save(tmp_path):
+    run_with([1, 2], tmp_path)
+    os.truncate(tmp_path / "2" / "facts.json", 3)
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore(state_of(0)) is not None
+        shutil.rmtree(tmp_path / "2")
+        checkpointer.save(3, state_of(3), {}, wait=True)
+        assert checkpointer.steps() == [1, 3]
+
+
+@pytest.mark.parametrize("moment", ["verify", "facts"])
+def test_a_step_that_the_run_deletes_while_it_is_read_gives_way_to_the_newer_one(
+    tmp_path, caplog, monkeypatch, moment
+):
+    run_with([1, 2], tmp_path)
+    with Checkpointer(tmp_path, keep=1) as writer, Checkpointer(tmp_path) as reader:
+        read = getattr(reader, moment)
+
+        def after_the_next_save(step):
+            if step == 2:
+                writer.save(3, state_of(3), {}, wait=True)
+            return read(step)
+
+        monkeypatch.setattr(reader, moment, after_the_next_save)
+        restored = reader.restore(abstract(state_of(0)))
+    assert restored is not None and restored.step == 3
+    assert np.all(np.asarray(restored.state["w"]) == 3)
+    assert not [r for r in caplog.records if "damaged" in r.getMessage()]
+
+
+def test_a_step_that_is_deleted_while_its_leaves_are_read_is_named(tmp_path):
+    run_with([1], tmp_path)
+    with Checkpointer(tmp_path) as reader:
+        found = reader.read_each(abstract(state_of(0)))
+        assert found is not None and next(found[1])[0] == "count"
+        shutil.rmtree(tmp_path / "1")
+        with pytest.raises(UserError, match="1 was deleted while it was read"):
+            next(found[1])
+
+
+def test_a_step_is_there_while_the_one_that_it_replaces_is_deleted(tmp_path, monkeypatch):
+    run_with([1], tmp_path)
+    delete, steps = shutil.rmtree, []
+
+    def watched(path, **more):
+        steps.append(Checkpointer(tmp_path).steps())
+        delete(path, **more)
+
+    with Checkpointer(tmp_path) as checkpointer:
+        monkeypatch.setattr(shutil, "rmtree", watched)
+        checkpointer.save(1, state_of(7), {}, wait=True)
+        monkeypatch.undo()
+    assert steps == [[1]] and os.listdir(tmp_path) == ["1"]
+
+
 def test_damaged_steps_do_not_push_good_ones_out(tmp_path):
     run_with([1, 2, 3], tmp_path)
     for step in (2, 3):

@@ -67,6 +67,23 @@ def test_the_newest_of_copies_and_checkpoints_is_read(tmp_path):
     assert sorted(os.listdir(copies.folder)) == ["20", "30"]
 
 
+def test_copies_serve_where_newer_shared_checkpoints_are_damaged(tmp_path):
+    directory = tmp_path / "run" / "checkpoints"
+    with LocalCopies(str(tmp_path / "disk"), 10, tmp_path / "run", new=True) as copies:
+        with Checkpointer(directory) as shared:
+            for saver, step in ((shared, 10), (copies, 20), (shared, 30)):
+                saver.save(step, a_state(step), {"place": step})
+        for step in (30, 10):
+            os.truncate(directory / str(step) / "facts.json", 3)
+            with Checkpointer(directory) as shared:
+                restored = restore_newest(shared, copies, abstract(a_state()))
+                assert restored is not None and restored.data_state == {"place": 20}
+                assert_same(restored.state, a_state(20))
+                if step == 10:
+                    shared.save(30, a_state(30), {}, wait=True)
+    assert sorted(os.listdir(directory)) == ["10.damaged", "30", "30.damaged"]
+
+
 def test_a_damaged_copy_one_of_another_mesh_and_one_of_an_earlier_run_do_not_serve(tmp_path):
     directory, disk = tmp_path / "run", str(tmp_path / "disk")
     with LocalCopies(disk, 1, directory, new=True) as copies:
@@ -223,6 +240,10 @@ def test_two_processes_find_the_newest_step_that_both_can_have(tmp_path):
 
 
 def test_peers_give_what_is_missing_and_only_that():
-    """With one process, which holds all: the exchange leaves every bit as it is."""
+    """With one process, which holds all: the exchange leaves every bit as it is, in the memory where it is."""
     state = a_state(3)
-    assert_same(from_peers(abstract(state), state, {0}), state)
+    on_host = state["w"].sharding.with_memory_kind("pinned_host")
+    state |= {"offloaded": jax.device_put(state["w"], on_host)}
+    got = from_peers(abstract(state), state, {0})
+    assert_same(got, state)
+    assert got["offloaded"].sharding.memory_kind == "pinned_host"

@@ -106,6 +106,7 @@ def test_gguf_is_read_as_the_library_reads_it(tmp_path, dtype):
     writer.add_array("tokenizer.ggml.scores", [0.5, 1.0, -1.0])
     writer.add_bool("flag", True)
     writer.add_tensor("w", data, raw_dtype=kind)
+    writer.add_tensor("v", data[0], raw_dtype=kind)
     writer.add_tensor("norm", np.arange(5, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -113,7 +114,10 @@ def test_gguf_is_read_as_the_library_reads_it(tmp_path, dtype):
     writer.close()
     with open_weights(path) as weights:
         expected = library.quants.dequantize(data, kind).reshape(6, 512)
-        assert weights.names() == {"w": ((6, 512), dtype), "norm": ((5,), "F32")}
+        shapes = {"w": ((6, 512), dtype), "v": ((512,), dtype), "norm": ((5,), "F32")}
+        assert weights.names() == shapes
+        np.testing.assert_array_equal(weights.read("v"), expected[0])
+        np.testing.assert_array_equal(weights.read("v", (slice(3, 70),)), expected[0, 3:70])
         np.testing.assert_array_equal(weights.read("w"), expected)
         np.testing.assert_array_equal(weights.read("w", (slice(2, 4), slice(3, 9))), expected[2:4, 3:9])  # fmt: skip
         np.testing.assert_array_equal(weights.read("norm"), np.arange(5))

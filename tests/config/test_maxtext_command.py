@@ -64,6 +64,26 @@ def test_words_that_set_nothing_are_noted(word, said):
     assert [note for note in found.notes if said in note]
 
 
+@pytest.mark.parametrize("quote", ["", "'"])
+def test_a_comment_begins_at_the_beginning_of_a_word_alone(quote):
+    command = f"--command {quote}{TRAIN} run_name=a#b steps=5{quote} # don't\nsteps=7"
+    assert maxtext_command.read(command).given == {"run_name": "a#b", "steps": 7}
+    assert maxtext_command.read(f"{TRAIN} steps=5;# steps=6").given == {"steps": 5}
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["-m maxtext.trainers.post_train.sft.train_sft", "src/maxtext/post_train/train_sft.py"],
+)
+def test_a_program_reads_its_own_file_if_the_command_names_none(program):
+    found = maxtext_command.read(f"python3 {program} model_name=qwen3-4b learning_rate=1e-6")
+    assert found.given["use_sft"] is True and found.where["use_sft"] == "sft.yml"
+    assert found.values["learning_rate"] == "1e-6" and found.values["base_emb_dim"] == 2560
+    assert "use_sft" not in maxtext_command.read(f"python3 {program} base.yml steps=1").given
+    found = maxtext_command.read("python3 -m maxtext.trainers.post_train.dpo.train_dpo")
+    assert found.values["base_emb_dim"] == 1024 and found.values["steps"] == 10
+
+
 def test_a_script_with_variables_around_xpk(tmp_path):
     (tmp_path / "recipe.sh").write_text(SCRIPT)
     for text in (SCRIPT, str(tmp_path / "recipe.sh")):

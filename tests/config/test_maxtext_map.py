@@ -21,12 +21,15 @@ def statuses(found) -> dict[str, str]:
 
 
 def test_values_that_are_not_taken_over_are_not_called_mapped():
-    found = translated("train.py base.yml dtype=float7 steps=-5 opt_type=lion")
+    found = translated(
+        "train.py base.yml dtype=float7 steps=-5 opt_type=lion data_shuffle_seed=.inf"
+    )
     said = {key.name: key.ours for key in found.keys}
     assert set(statuses(found).values()) == {"none"}
     assert "not float7: model.dtype=bfloat16 is assumed" in said["dtype"]
     assert "-5 is no number of steps: 150,001 are assumed" in said["steps"]
     assert "not lion: adamw is assumed" in said["opt_type"]
+    assert "data.seed doesn't take inf" in said["data_shuffle_seed"]
     assert found.cfg.model.dtype == "bfloat16" and found.cfg.train.steps == 150_001
     found = translated("train.py base.yml dtype=float32 steps=-1 learning_rate_schedule_steps=70")
     assert statuses(found) == dict.fromkeys(statuses(found), "mapped") | {
@@ -130,6 +133,10 @@ PARTS = {
     "opt_type=muon muon_beta=0.9 muon_weight_decay=0.2": {
         "optim.kind": "muon", "optim.b1": 0.9, "optim.weight_decay": 0.2,
     },
+    "opt_type=sgd": {"optim.kind": "sgd", "optim.b1": 0.0, "optim.weight_decay": 0.0},
+    "remat_policy=minimal_flash": {
+        "model.remat": "names", "model.remat_save": ("qkv", "attention", "attention_out", "gate_up"),
+    },
     "lr_schedule_type=wsd wsd_decay_steps_fraction=0.3": {"optim.schedule": "wsd", "optim.decay_share": 0.3},
     "remat_policy=custom context=device query_proj=device key_proj=device value_proj=device": {
         "model.remat": "names", "model.remat_save": ("attention", "qkv"),
@@ -144,6 +151,8 @@ PARTS = {
     "profiler=xplane skip_first_n_steps_for_profiler=4 profiler_steps=2 run_name=a": {
         "profile.first_step": 5, "profile.steps": 2,
     },
+    "per_device_batch_size=1.3 gradient_accumulation_steps=2": {"train.global_batch": 40},  # 20.8 on 16 devices
+    "per_device_batch_size=0.05": {"train.global_batch": 1},
     "attention=dot_product": {"model.attention.impl": "xla"},
     "ici_context_parallelism=4 context_parallel_strategy=ring": {
         "mesh.context": 4, "model.attention.context": "ring",
@@ -217,6 +226,19 @@ def test_a_conversation_has_one_source():
         and said["dataset_type"] == "data.source=conversations"
     )
     assert not said["train_split"].startswith("data.tfds_split=train")
+
+
+def test_reinforcement_learning_has_a_length_and_batches_of_its_own():
+    found = translated(
+        "python3 -m maxtext.trainers.post_train.rl.train_rl model_name=llama3.1-8b num_batches=500 batch_size=32 "
+        "rl.num_generations=8 rl.num_iterations=2 train_micro_batch_size=8 per_device_batch_size=3 steps=7"
+    )
+    cfg = found.cfg
+    assert cfg is not None and (cfg.train.steps, cfg.optim.warmup_steps) == (1000, 100)
+    assert (cfg.train.global_batch, cfg.train.microbatches) == (256, 4)
+    assert (cfg.objective.prompts, cfg.objective.group, cfg.objective.max_tokens) == (32, 8, 768)
+    assert cfg.optim.min_ratio == 0 and cfg.optim.b2 == 0.99 and cfg.data.hf_name == "openai/gsm8k"
+    assert statuses(found) | {"steps": "none", "per_device_batch_size": "none"} == statuses(found)
 
 
 def test_a_topology_that_was_taken_is_mapped():

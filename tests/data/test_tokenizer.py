@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from minitext.config.data import DataConfig
 from minitext.data.rows import make_tokenizer
-from minitext.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
+from minitext.data.tokenizer import END, ByteTokenizer, load_tokenizer, read_published, train_bpe
 from minitext.errors import UserError
 
 CORPUS = [
@@ -58,6 +58,15 @@ def test_hostile_texts(tokenizer):
         "Ā",
     ):
         assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@given(text=st.text(), cut=st.integers(0, 20))
+def test_bytes_are_counted_where_characters_are_cut_too(text, cut, bpe):
+    published = read_published(json.dumps(bpe.published()), END, "here")
+    for tokenizer in (ByteTokenizer(), bpe, published):
+        ids = np.array([*tokenizer.encode(text.replace(END, "")), tokenizer.eod_id])
+        counts = tokenizer.count_bytes(ids[:cut]), tokenizer.count_bytes(ids[cut:])
+        assert sum(counts) == len(text.replace(END, "").encode())
 
 
 def test_end_of_document_is_the_last_id_and_decodes_to_nothing(tokenizer):

@@ -236,8 +236,9 @@ def test_what_does_not_match_is_named(tmp_path, params, name):
 
 def test_an_equal_copy_and_allowed_infinities_are_read(tmp_path, params):
     table = small_table()
-    copy = {"copy": np.asarray(leaves.named(params)["embed.table"])}
-    endless = {"norm": lambda a: np.full_like(a, np.inf)}
+    copy = {"copy": np.asarray(leaves.named(params)["embed.table"]).copy()}
+    copy["copy"][3, 4] = np.nan
+    endless = {"norm": lambda a: np.full_like(a, np.inf), "embed": lambda _: copy["copy"]}
     write_model(tmp_path / "m", params, table, copy, change=endless)
     with open_weights(tmp_path / "m") as weights:
         read = convert.load(weights, table, abstract(), allow_nonfinite=True)
@@ -248,8 +249,11 @@ def test_huge_finite_numbers_are_finite():
     huge = np.full(100, 3e38, np.float32)
     assert not stored.has_nonfinite(huge)
     assert stored.has_nonfinite(np.append(huge, np.nan).astype(np.float32))
-    with pytest.raises(UserError, match="float16"):
-        convert.rounded(huge, "float16")
+    for array in (huge, np.append(huge, np.nan).astype(np.float32)):
+        with pytest.raises(UserError, match=r"3e\+38 is too large for float16"):
+            convert.rounded(array, "float16")
+    endless = np.array([np.inf, np.nan, 1], np.float32)
+    np.testing.assert_array_equal(convert.rounded(endless, "float16"), endless)
 
 
 def test_parameters_without_a_row_are_named(tmp_path, params):

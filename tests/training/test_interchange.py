@@ -143,10 +143,14 @@ FAMILIES = {
 
 def test_every_token_that_ends_a_text_goes_out(tmp_path):
     write_published(tmp_path / "theirs")
-    path = tmp_path / "theirs" / "config.json"
+    source = tmp_path / "theirs"
+    path = source / "config.json"
     path.write_text(json.dumps(CONFIG | {"eos_token_id": [298, 299], "bos_token_id": 7}))
     for step in ("run", "again"):
-        interchange.import_run(str(path.parent), tmp_path / step)
+        interchange.import_run(str(source), tmp_path / step)
+        for name in ("tokenizer_config.json", "chat_template.jinja"):
+            came = (tmp_path / step / "published" / name).read_text()
+            assert came == (path.parent / name).read_text()
         _, _, tokenizer, _ = run_dir.load_run(tmp_path / step)
         stops = read_chat(tmp_path / step / "published", tokenizer).stops
         assert stops == {298, 299, tokenizer.eod_id}
@@ -154,6 +158,8 @@ def test_every_token_that_ends_a_text_goes_out(tmp_path):
         interchange.export_hf(tmp_path / step, path.parent)
         out = json.loads(path.read_text())
         assert set(out["eos_token_id"]) == stops and out["bos_token_id"] == 7
+        # A file, whatever its name, is read with what lies beside it.
+        source = (path.parent / "model.safetensors").rename(path.parent / "weights")
 
 
 def test_the_text_of_a_model_of_images_goes_in_and_comes_out_alone(tmp_path, minitext):
@@ -413,6 +419,9 @@ def test_what_cannot_be_imported_leaves_nothing(tmp_path):
     change("config.json", json.dumps(CONFIG))
     change("tokenizer_config.json", json.dumps({"eos_token": "<missing>"}))
     refused("<missing>")
+    change("tokenizer_config.json", "{}")
+    change("config.json", json.dumps(CONFIG | {"eos_token_id": 299}))
+    refused("has no token 299, which should end a text: correct")
     tokenizer = json.loads(published_text())
     tokenizer["model"]["vocab"]["far"] = 2**31
     change("tokenizer.json", json.dumps(tokenizer))

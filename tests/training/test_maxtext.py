@@ -364,6 +364,28 @@ def test_a_folder_that_is_damaged_or_no_checkpoint_is_refused(tmp_path):
         assert message in refused(lying)
 
 
+@pytest.mark.parametrize("zarr3", [False, True])
+def test_a_lost_part_of_an_array_is_not_read_as_zeros(tmp_path, zarr3):
+    tree = {"params": {"params": {"a": np.ones((4, 2), np.float32), "b": np.zeros(3, np.float32)}}}
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=zarr3)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(tmp_path / "c", args=ocp.args.PyTreeSave(tree))
+    with checkpoints.open_checkpoint(tmp_path / "c") as weights:
+        assert weights.read("a").all() and not weights.read("b").any()
+        (tmp_path / "c" / "params.params.a" / ("c/0/0" if zarr3 else "0.0")).unlink()
+        with pytest.raises(UserError, match="c: a cannot be read"):
+            weights.read("a")
+
+
+def test_metadata_that_does_not_say_whether_there_is_a_database(tmp_path):
+    saved(tmp_path / "c", {"decoder/decoder_norm/scale": np.ones(4, np.float32)})
+    said = json.loads((tmp_path / "c" / "_METADATA").read_text())
+    assert said.pop("use_ocdbt") is True
+    (tmp_path / "c" / "_METADATA").write_text(json.dumps(said))
+    with checkpoints.open_checkpoint(tmp_path / "c") as weights:
+        assert weights.read("decoder/decoder_norm/scale").all()
+
+
 def test_a_model_that_maxtext_lacks_is_not_exported():
     model = families.model_of(families.config({
         "model_type": "phi3", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -148,6 +148,8 @@ def exported(adapted, tmp_path_factory):
         ({"use_dora": True}, "use_dora=true: adapters with it are not read"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern="),
         ({"bias": "all"}, 'bias="all"'),
+        ({"init_lora_weights": "pissa_niter_4"}, 'init_lora_weights="pissa_niter_4": adapters with it are not read'),
+        ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens="),
         ({"r": 0}, "r=0 and lora_alpha=8.0: two positive numbers"),
         ({"r": 3}, "shape"),
     ],
