@@ -117,6 +117,29 @@ def test_choices_are_scored_by_their_tokens(model, folder):
     assert scores["samples"] == len(DOCUMENTS) and scores["acc"] == np.mean(chosen == right)
 
 
+def test_with_longrope_a_text_s_score_does_not_depend_on_those_beside_it():
+    long = (
+        "kind: longrope, short_factor: [1], long_factor: [30], original_length: 12, max_length: 48"
+    )
+    sizes = [
+        "model.vocab=257",
+        "model.layers=1",
+        "model.heads=1",
+        "model.kv_heads=1",
+        "model.embed=2",
+    ]
+    cfg = mt.load_config("laptop", [*TINY, *sizes, f"model.rope={{{long}}}"]).model
+    net, words = Transformer(cfg, rngs=nnx.Rngs(1)), ByteTokenizer()
+    chat = Chat(None, {}, frozenset(), None)
+    ours = evaluate.MinitextLM(cfg, nnx.state(net), words, chat, max_length=48)
+    forward = nnx.jit(lambda net, tokens: jax.nn.log_softmax(net(tokens)[0, -1]))
+    texts = [[*range(n)] for n in (13, 14)]  # with 12 inputs and 13
+    found = ours._loglikelihood_tokens([(("", ""), text[:-1], text[-1:]) for text in texts])
+    for text, (nats, _) in zip(texts, found, strict=True):
+        expected = forward(net, jnp.asarray([text[:-1]]))[text[-1]]
+        assert nats == pytest.approx(float(expected), abs=1e-4)
+
+
 def test_a_text_longer_than_a_window_counts_every_byte_once(model, folder):
     ours, logits = model
     nats, size = 0.0, 0
