@@ -175,7 +175,7 @@ class MinitextLM(TemplateLM):
         self._cfg, self._params, self._words, self._chat = dropless(cfg), params, tokenizer, chat
         self._options = EngineOptions(max_sequences=max_sequences, max_length=max_length)
         self._engine: Engine | None = None
-        self._renderer = Renderer()
+        self._renderer, self._renders = Renderer(), False
         self.max_length = max_length
         begin = tokenizer.encode_batch([chat.special.get("bos_token", "")])[0]
         # A model whose tokenizer has no such token saw the end of the text before instead.
@@ -204,6 +204,8 @@ class MinitextLM(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
         """Returns the ids of a text, after the token that the model expects at the beginning, if it expects one."""
+        if self._renders:  # a chat template writes all special tokens itself
+            return self._words.encode_chat(string)
         begin = self._chat.special.get("bos_token")
         if add_special_tokens is False or (begin and string.startswith(begin)):
             return self._words.encode_batch([string])[0].tolist()
@@ -217,6 +219,7 @@ class MinitextLM(TemplateLM):
             raise UserError(
                 "a task begins the answer itself (gen_prefix): leave out --apply-chat-template"
             )
+        self._renders = True
         return self._chat.render(chat_history, self._renderer)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:

@@ -117,6 +117,15 @@ def test_choices_are_scored_by_their_tokens(model, folder):
     assert scores["samples"] == len(DOCUMENTS) and scores["acc"] == np.mean(chosen == right)
 
 
+def test_in_rendered_messages_the_end_of_an_answer_is_one_token(model, monkeypatch):
+    ours, _ = model
+    words = ByteTokenizer()
+    monkeypatch.setattr(ours, "_chat", ours._chat.plain(words))
+    monkeypatch.setattr(ours, "_renders", False)
+    turns = [{"role": role, "content": "1"} for role in ("user", "assistant", "user")]
+    assert ours.tok_encode(ours.apply_chat_template(turns)).count(words.eod_id) == 1
+
+
 def test_with_longrope_a_text_s_score_does_not_depend_on_those_beside_it():
     long = (
         "kind: longrope, short_factor: [1], long_factor: [30], original_length: 12, max_length: 48"
