@@ -135,6 +135,7 @@ class Text:
       ahead: tokens that programs compute and the host hasn't read.
       state: slot of its recurrent state.
       ended: whether its last event was sent.
+      counted: whether the counts of all prompts' tokens have its prompt.
       adapter: what is added to the weights.
     """
 
@@ -151,6 +152,7 @@ class Text:
     ahead: int = 0
     state: int = 0
     ended: bool = False
+    counted: bool = False
     adapter: "Loaded" = NO_ADAPTER
 
     @property
@@ -703,8 +705,10 @@ class Engine:
             text.computed = matched
             if self.free_states:
                 text.state = self.free_states.pop()
-            self._counts["prompt_tokens"] += len(text.tokens)
-            self._counts["reused_tokens"] += matched
+            if not text.counted:
+                text.counted = True
+                self._counts["prompt_tokens"] += len(text.tokens)
+                self._counts["reused_tokens"] += matched
             self.running.append(text)
             if not text.in_prompt:
                 self._divide(text)
@@ -773,6 +777,7 @@ class Engine:
         siblings, text.siblings = [one for one in text.siblings if not one.ended], []
         late = []
         for one in siblings:
+            one.counted = True
             if len(self.running) >= self.options.max_sequences:
                 late.append(one)
                 continue
