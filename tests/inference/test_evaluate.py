@@ -2,6 +2,7 @@
 
 import json
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -147,6 +148,9 @@ def test_with_longrope_a_text_s_score_does_not_depend_on_those_beside_it():
     for text, (nats, _) in zip(texts, found, strict=True):
         expected = forward(net, jnp.asarray([text[:-1]]))[text[-1]]
         assert nats == pytest.approx(float(expected), abs=1e-4)
+    asked = [types.SimpleNamespace(args=("a" * 20, {"until": [], "max_gen_toks": 2}))]
+    with pytest.raises(UserError, match="set --max-model-len 12, and contexts lose"):
+        ours.generate_until(asked)
 
 
 def test_a_text_longer_than_a_window_counts_every_byte_once(model, folder):
