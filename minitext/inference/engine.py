@@ -387,9 +387,10 @@ class Engine:
         request.check(self.cfg.vocab)
         most = self.max_length - len(request.prompt)
         if request.max_tokens > most:
+            fix = f"ask for at most {most}" if most > 0 else "shorten the prompt"
             raise UserError(
                 f"a prompt of {len(request.prompt)} tokens and max_tokens={request.max_tokens} exceed the "
-                f"{self.max_length} tokens that a text may have: ask for at most {max(most, 0)}"
+                f"{self.max_length} tokens that a text may have: {fix}"
             )
         if request.n > self.options.max_waiting:
             raise UserError(f"n={request.n}: at most {self.options.max_waiting} texts may wait")

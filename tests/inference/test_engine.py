@@ -411,6 +411,7 @@ def test_a_thread_answers_and_closing_ends_what_is_left(model):
         ({"logit_bias": {1: 101.0}}, "logit_bias of token 1=101.0: choose -100 to 100"),
         ({"max_tokens": 0}, "max_tokens=0: choose 1 or more"),
         ({"max_tokens": 10**9}, "exceed the 96 tokens that a text may have: ask for at most 94"),
+        ({"prompt": (1,) * LONGEST}, "tokens that a text may have: shorten the prompt"),
         ({"n": 10**9}, "n=1000000000: choose 1 to 128"),
         ({"temperature": -1.0}, "temperature=-1.0: choose 0 to"),
         ({"temperature": float("nan")}, "temperature=nan"),
