@@ -324,8 +324,8 @@ class MinitextLM(TemplateLM):
         longest = self._engine.max_length if self._engine else self.max_length
         if len(prompt) + most > longest:  # of LongRoPE, or of little memory
             raise UserError(
-                f"a prompt of {len(prompt):,} tokens and an answer of {most:,} exceed the {longest:,} tokens that a text "
-                f"may have here: set --max-model-len {longest}, and contexts lose their beginning"
+                f"a prompt of {len(prompt):,} tokens and an answer of {most:,} exceed the {longest:,} tokens that a "
+                f"text may have here: set --max-model-len {longest}, and contexts lose their beginning"
             )
         return Request(
             tuple(prompt),
