@@ -32,6 +32,10 @@ from minitext.terminal import show_bytes
 log = logging.getLogger("minitext.server")
 
 MOST_SHAPES = 64  # for which compiled programs are kept
+# What JAX says of shapes that don't fit, between where it says that they don't and what was given.
+_MISFIT = re.compile(
+    r"do not match the (?:symbolic shape constraint|polymorphic shapes specification\.) (.*?) Using the"
+)
 
 Arrays = dict[str, np.ndarray]
 
@@ -110,11 +114,12 @@ class Program:
         program, weights = self._function.args
         types = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()}
         try:  # with the weights as arguments: as constants they would be in every compiled program again
-            lowered = program.lower(weights, **types)
+            compiled = program.lower(weights, **types).compile()
         except ValueError as error:  # JAX's own, of a program's constraints on its symbols
-            said = shorten(" ".join(str(error).split()))
+            said = " ".join(str(error.__cause__ or error).split())
+            found = _MISFIT.search(said)
+            said = shorten(found[1] if found else said)
             raise Refused(f"the function doesn't take these shapes: {said}") from None
-        compiled = lowered.compile()
         memory = compiled.memory_analysis()
         needed = memory.temp_size_in_bytes + memory.output_size_in_bytes if memory else 0
         if self._most_bytes is not None and needed > self._most_bytes:
@@ -297,8 +302,18 @@ class Batcher:
         if not axes:
             return [self.program(calls[0].inputs)], rows
         filled = min(1 << (rows - 1).bit_length(), self.sizes.rows)
+        try:
+            return self._joined(calls, filled), filled
+        except Refused:
+            if filled == rows:
+                raise
+            return self._joined(calls, rows), rows  # as many as a constraint or memory may allow
+
+    def _joined(self, calls: list[Call], rows: int) -> list[Arrays]:
+        """Returns the outputs of each call, computed together in so many rows."""
+        axes = self.program.axes
         joined = {
-            name: x if axes[name] is None else _join([c.inputs[name] for c in calls], axes[name], filled)
+            name: x if axes[name] is None else _join([c.inputs[name] for c in calls], axes[name], rows)
             for name, x in calls[0].inputs.items()
         }  # fmt: skip
         outputs, start, parts = self.program(joined), 0, []
@@ -306,7 +321,7 @@ class Batcher:
             here = slice(start, start + call.rows)
             parts.append({n: _part(x, axes[n], here) for n, x in outputs.items()})
             start += call.rows
-        return parts, filled
+        return parts
 
 
 def _join(arrays: Sequence[np.ndarray], axis: int | None, rows: int) -> np.ndarray:

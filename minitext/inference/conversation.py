@@ -95,7 +95,7 @@ class Conversation:
         first = [{"role": "system", "content": self.system}] if self.system else []
         for start in range(0, len(self.messages), 2):
             text = self.chat.render([*first, *self.messages[start:]], self._renderer)
-            tokens = tuple(self.tokenizer.encode_batch([text])[0].tolist())
+            tokens = tuple(self.tokenizer.encode_chat(text))
             if len(tokens) + LEAST <= self.engine.max_length:
                 self.forgotten = start
                 return tokens

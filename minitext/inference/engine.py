@@ -135,6 +135,7 @@ class Text:
       ahead: tokens that programs compute and the host hasn't read.
       state: slot of its recurrent state.
       ended: whether its last event was sent.
+      counted: whether the counts of all prompts' tokens have its prompt.
       adapter: what is added to the weights.
     """
 
@@ -151,6 +152,7 @@ class Text:
     ahead: int = 0
     state: int = 0
     ended: bool = False
+    counted: bool = False
     adapter: "Loaded" = NO_ADAPTER
 
     @property
@@ -385,9 +387,10 @@ class Engine:
         request.check(self.cfg.vocab)
         most = self.max_length - len(request.prompt)
         if request.max_tokens > most:
+            fix = f"ask for at most {most}" if most > 0 else "shorten the prompt"
             raise UserError(
                 f"a prompt of {len(request.prompt)} tokens and max_tokens={request.max_tokens} exceed the "
-                f"{self.max_length} tokens that a text may have: ask for at most {max(most, 0)}"
+                f"{self.max_length} tokens that a text may have: {fix}"
             )
         if request.n > self.options.max_waiting:
             raise UserError(f"n={request.n}: at most {self.options.max_waiting} texts may wait")
@@ -703,8 +706,10 @@ class Engine:
             text.computed = matched
             if self.free_states:
                 text.state = self.free_states.pop()
-            self._counts["prompt_tokens"] += len(text.tokens)
-            self._counts["reused_tokens"] += matched
+            if not text.counted:
+                text.counted = True
+                self._counts["prompt_tokens"] += len(text.tokens)
+                self._counts["reused_tokens"] += matched
             self.running.append(text)
             if not text.in_prompt:
                 self._divide(text)
@@ -773,6 +778,7 @@ class Engine:
         siblings, text.siblings = [one for one in text.siblings if not one.ended], []
         late = []
         for one in siblings:
+            one.counted = True
             if len(self.running) >= self.options.max_sequences:
                 late.append(one)
                 continue

@@ -35,6 +35,7 @@ from minitext.data.chat import Chat, Renderer
 from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
 from minitext.inference.engine import Engine, EngineOptions, dropless
+from minitext.inference.generate import switch_lengths
 from minitext.inference.requests import Busy, Event, Request
 from minitext.inference.text import TextStream
 from minitext.models.transformer import Transformer
@@ -174,7 +175,7 @@ class MinitextLM(TemplateLM):
         self._cfg, self._params, self._words, self._chat = dropless(cfg), params, tokenizer, chat
         self._options = EngineOptions(max_sequences=max_sequences, max_length=max_length)
         self._engine: Engine | None = None
-        self._renderer = Renderer()
+        self._renderer, self._renders = Renderer(), False
         self.max_length = max_length
         begin = tokenizer.encode_batch([chat.special.get("bos_token", "")])[0]
         # A model whose tokenizer has no such token saw the end of the text before instead.
@@ -203,6 +204,8 @@ class MinitextLM(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
         """Returns the ids of a text, after the token that the model expects at the beginning, if it expects one."""
+        if self._renders:  # a chat template writes all special tokens itself
+            return self._words.encode_chat(string)
         begin = self._chat.special.get("bos_token")
         if add_special_tokens is False or (begin and string.startswith(begin)):
             return self._words.encode_batch([string])[0].tolist()
@@ -216,6 +219,7 @@ class MinitextLM(TemplateLM):
             raise UserError(
                 "a task begins the answer itself (gen_prefix): leave out --apply-chat-template"
             )
+        self._renders = True
         return self._chat.render(chat_history, self._renderer)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
@@ -258,14 +262,21 @@ class MinitextLM(TemplateLM):
         order = sorted(range(len(texts)), key=lambda i: -len(texts[i][0]))
         answers: list[tuple[float, bool]] = [(0.0, True)] * len(texts)
         with of_slow_work(max(len(texts), 1), "scoring") as told:
-            for at in range(0, len(order), ROWS):
-                chosen = order[at : at + ROWS]
-                tokens_BT, keep_BT = _padded([texts[i] for i in chosen], self.max_length + 1)
-                nats_B, greedy_B = map(np.asarray, self._score(self._params, tokens_BT, keep_BT))
+            while order:
+                # LongRoPE goes by the largest position of a batch: none may have a text on each side of its switch.
+                switched = self._switched(texts[order[0]])
+                chosen = [i for i in order[:ROWS] if self._switched(texts[i]) == switched]
+                order = order[len(chosen) :]
+                arrays = _padded([texts[i] for i in chosen], self.max_length + 1)
+                nats_B, greedy_B = map(np.asarray, self._score(self._params, *arrays))
                 for i, nats, greedy in zip(chosen, nats_B, greedy_B, strict=False):
                     answers[i] = float(nats), bool(greedy)
-                told(at + len(chosen))
+                told(len(texts) - len(order))
         return answers
+
+    def _switched(self, text: tuple[list[int], int]) -> int:
+        """Returns how many of the model's LongRoPE layers' lengths a text's inputs exceed."""
+        return sum(len(text[0]) - 1 > length for length in switch_lengths(self._cfg))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Returns what the model writes after each context, up to the first of the task's stop strings."""
@@ -310,6 +321,12 @@ class MinitextLM(TemplateLM):
                 "choose fewer there, or a larger --max-model-len"
             )
         prompt = self.tok_encode(context)[most - self.max_length :] or [self._first]
+        longest = self._engine.max_length if self._engine else self.max_length
+        if len(prompt) + most > longest:  # of LongRoPE, or of little memory
+            raise UserError(
+                f"a prompt of {len(prompt):,} tokens and an answer of {most:,} exceed the {longest:,} tokens that a "
+                f"text may have here: set --max-model-len {longest}, and contexts lose their beginning"
+            )
         return Request(
             tuple(prompt),
             most,
@@ -342,11 +359,11 @@ class _Answer:
 
 
 def _score(
-    graphdef: Any, params: Any, tokens_BT: jax.Array, keep_BT: jax.Array
+    graphdef: Any, params: Any, tokens_BT: jax.Array, keep_BT: jax.Array, positions_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the log-probability of the kept tokens of each row [B], and whether each is the most likely [B]."""
     model = nnx.merge(graphdef, params)
-    x_BTD, _, _ = model.hidden(tokens_BT[:, :-1])
+    x_BTD, _, _ = model.hidden(tokens_BT[:, :-1], positions_BT)
 
     def row(
         arrays: Any,
@@ -361,8 +378,13 @@ def _score(
     return jax.lax.map(row, (x_BTD, tokens_BT[:, 1:], keep_BT))
 
 
-def _padded(texts: Sequence[tuple[list[int], int]], most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns tokens [B, T + 1], padded to one of a few sizes, and which of the last T are to be scored [B, T]."""
+def _padded(
+    texts: Sequence[tuple[list[int], int]], most: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns tokens [B, T + 1], padded to one of a few sizes, which of the last T to score, and T's positions [B, T].
+
+    Padding stays within the texts' positions.
+    """
     longest, size = max(len(ids) for ids, _ in texts), LEAST
     while size < longest:
         size *= 2
@@ -372,4 +394,5 @@ def _padded(texts: Sequence[tuple[list[int], int]], most: int) -> tuple[np.ndarr
     for row, (ids, scored) in enumerate(texts):
         tokens_BT[row, : len(ids)] = ids
         keep_BT[row, len(ids) - 1 - scored : len(ids) - 1] = True
-    return tokens_BT, keep_BT
+    positions_T = np.minimum(np.arange(size - 1, dtype=np.int32), max(longest - 2, 0))
+    return tokens_BT, keep_BT, np.broadcast_to(positions_T, keep_BT.shape)

@@ -7,6 +7,7 @@ after another, from its own cache.
 Chapters: 23.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,7 +115,7 @@ def compare(folder: str, *, length: int = 32, continued: int = 16, seed: int = 0
         logits=_apart(logits, want),
         argmax=float(np.mean(logits.argmax(-1) == want.argmax(-1))),
         layers=layers,
-        differs=next((i for i, apart in enumerate(layers) if apart > TOLERANCE), None),
+        differs=first_apart(layers),
         greedy=int(equal.sum()),
         continued=continued,
         unread=unread,
@@ -196,6 +197,11 @@ def residual_streams(model: Transformer, tokens_BT: np.ndarray) -> list[np.ndarr
 def _apart(ours: np.ndarray, theirs: np.ndarray) -> float:
     """Returns the largest difference, in parts of the largest number."""
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+
+def first_apart(layers: Sequence[float]) -> int | None:
+    """Returns the first layer whose difference isn't within `TOLERANCE`, as NaN is not, or None."""
+    return next((i for i, apart in enumerate(layers) if not apart <= TOLERANCE), None)
 
 
 def print_parity(found: Parity) -> None:

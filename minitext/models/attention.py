@@ -199,7 +199,7 @@ class GQA(nnx.Module):
         if self.options.gate:
             sizes = self.cfg.heads, self.cfg.H
             gate = self._by_head(self.gate(x_XD, "heads"), positions_BT.shape[0], "heads", sizes)
-            out_BTNH = out_BTNH * jax.nn.sigmoid(gate)
+            out_BTNH = out_BTNH * jax.nn.sigmoid(checkpoint_name(gate, "qkv"))
         return project_out(out_BTNH, self.o, self.rules), new
 
     def _by_head(self, x: jax.Array, batch: int, name: str, sizes: tuple[int, int]) -> jax.Array:

@@ -200,9 +200,11 @@ def kept(s: Sizes) -> int:
 
 
 def _gates(model: ModelConfig) -> int:
-    """Returns the features of DeltaNet's gate and of its degrees of writing and fading, kept with its keys."""
+    """Returns the features of attention's gate and of DeltaNet's degrees of writing and fading, kept with the keys."""
     a = model.attention
-    return a.value_heads * (a.value_dim + 2) if isinstance(a, DeltaNetConfig) else 0
+    if isinstance(a, DeltaNetConfig):
+        return a.value_heads * (a.value_dim + 2)
+    return count_attention(model).q if getattr(a, "gate", False) else 0
 
 
 def _kept_more(s: Sizes) -> int:

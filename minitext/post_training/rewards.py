@@ -25,7 +25,7 @@ Record = Mapping[str, Any]
 Reward = Callable[..., float]
 
 REWARDS: dict[str, Reward] = {}
-NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
+NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|(?<![\w.])\.\d+)")
 
 
 def reward(name: str) -> Callable[[Reward], Reward]:

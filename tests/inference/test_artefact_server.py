@@ -544,7 +544,23 @@ def test_constraints_of_a_program_are_its_own(tmp_path):
     running = Running(tmp_path / "a")
     assert running.infer("a", x=np.arange(4, dtype="f4"))["y"].tolist() == [[0, 3], [6, 9]]
     status, _, said = running.ask("/v2/models/a/infer", {"inputs": [tensor("x", np.ones(3, "f4"))]})
-    assert status == 400 and said["error"].startswith("the function doesn't take these shapes: ")
+    assert status == 400
+    assert said["error"].startswith(
+        "the function doesn't take these shapes: Division had remainder"
+    )
+    running.close()
+
+
+def test_rows_are_filled_up_only_as_far_as_a_constraint_allows(tmp_path):
+    function = artefact.Function(
+        lambda w, inputs: {"y": inputs["x"] * w}, {"x": ("b", "float32")}, ["b <= 6"], batch="b"
+    )
+    artefact.save(tmp_path / "a", {"run": function}, np.float32(2), name="a")
+    running = Running(tmp_path / "a")
+    assert running.infer("a", x=np.ones(5, "f4"))["y"].shape == (5,)
+    status, _, said = running.ask("/v2/models/a/infer", {"inputs": [tensor("x", np.ones(7, "f4"))]})
+    assert status == 400
+    assert said["error"].startswith("the function doesn't take these shapes: b <= 6")
     running.close()
 
 

@@ -53,6 +53,9 @@ def test_answers_are_those_of_the_rendered_messages(conversation):
     assert [m["role"] for m in made.messages] == ["user", "assistant"] * 2
     made.forget()
     assert "".join(made.ask("hello", max_tokens=9, sampling=GREEDY)) == first
+    made.chat = made.chat.plain(made.tokenizer)
+    prompt = made._prompt()  # in which the answer ends as in training, with one token
+    assert prompt.count(made.tokenizer.eod_id) == 1
 
 
 def test_an_answer_cut_short_is_kept_and_gives_its_pages_back(conversation):

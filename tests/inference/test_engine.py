@@ -160,6 +160,17 @@ def test_texts_are_what_they_would_be_alone(model, kind):
     assert (usage.reused_tokens == 0) == (kind == "deltanet")
 
 
+def test_a_prompt_counts_once_however_often_it_is_computed(model):
+    cfg, params, _, _ = model("gqa")
+    engine = Engine(cfg, params, dataclasses.replace(SMALL, cache_tokens=56))
+    for first in (1, 2):
+        ask(engine, Request((first, *range(8)), 30, n=3, temperature=0))
+    finish(engine)
+    usage = engine.usage()
+    assert usage.preemptions and usage.prompt_tokens == 2 * 9
+    assert usage.reused_tokens == 0
+
+
 @pytest.mark.parametrize("kind", audit_but(["window", "mla"], ["gqa", "window", "mla"]))
 def test_prompts_that_begin_alike_are_computed_together(model, kind):
     """As under a common system prompt: the beginning is read from pages, and the rest of all is one program."""
@@ -400,6 +411,7 @@ def test_a_thread_answers_and_closing_ends_what_is_left(model):
         ({"logit_bias": {1: 101.0}}, "logit_bias of token 1=101.0: choose -100 to 100"),
         ({"max_tokens": 0}, "max_tokens=0: choose 1 or more"),
         ({"max_tokens": 10**9}, "exceed the 96 tokens that a text may have: ask for at most 94"),
+        ({"prompt": (1,) * LONGEST}, "tokens that a text may have: shorten the prompt"),
         ({"n": 10**9}, "n=1000000000: choose 1 to 128"),
         ({"temperature": -1.0}, "temperature=-1.0: choose 0 to"),
         ({"temperature": float("nan")}, "temperature=nan"),

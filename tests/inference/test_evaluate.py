@@ -2,6 +2,7 @@
 
 import json
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +116,41 @@ def test_choices_are_scored_by_their_tokens(model, folder):
     chosen = np.argmax(np.reshape([x for x, _ in expected], (-1, len(WORDS))), 1)
     right = [document["right"] for document in DOCUMENTS]
     assert scores["samples"] == len(DOCUMENTS) and scores["acc"] == np.mean(chosen == right)
+
+
+def test_in_rendered_messages_the_end_of_an_answer_is_one_token(model, monkeypatch):
+    ours, _ = model
+    words = ByteTokenizer()
+    monkeypatch.setattr(ours, "_chat", ours._chat.plain(words))
+    monkeypatch.setattr(ours, "_renders", False)
+    turns = [{"role": role, "content": "1"} for role in ("user", "assistant", "user")]
+    assert ours.tok_encode(ours.apply_chat_template(turns)).count(words.eod_id) == 1
+
+
+def test_with_longrope_a_text_s_score_does_not_depend_on_those_beside_it():
+    long = (
+        "kind: longrope, short_factor: [1], long_factor: [30], original_length: 12, max_length: 48"
+    )
+    sizes = [
+        "model.vocab=257",
+        "model.layers=1",
+        "model.heads=1",
+        "model.kv_heads=1",
+        "model.embed=2",
+    ]
+    cfg = mt.load_config("laptop", [*TINY, *sizes, f"model.rope={{{long}}}"]).model
+    net, words = Transformer(cfg, rngs=nnx.Rngs(1)), ByteTokenizer()
+    chat = Chat(None, {}, frozenset(), None)
+    ours = evaluate.MinitextLM(cfg, nnx.state(net), words, chat, max_length=48)
+    forward = nnx.jit(lambda net, tokens: jax.nn.log_softmax(net(tokens)[0, -1]))
+    texts = [[*range(n)] for n in (13, 14)]  # with 12 inputs and 13
+    found = ours._loglikelihood_tokens([(("", ""), text[:-1], text[-1:]) for text in texts])
+    for text, (nats, _) in zip(texts, found, strict=True):
+        expected = forward(net, jnp.asarray([text[:-1]]))[text[-1]]
+        assert nats == pytest.approx(float(expected), abs=1e-4)
+    asked = [types.SimpleNamespace(args=("a" * 20, {"until": [], "max_gen_toks": 2}))]
+    with pytest.raises(UserError, match="set --max-model-len 12, and contexts lose"):
+        ours.generate_until(asked)
 
 
 def test_a_text_longer_than_a_window_counts_every_byte_once(model, folder):

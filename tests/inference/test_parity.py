@@ -49,6 +49,11 @@ def test_the_first_layer_that_departs_is_named(folder, monkeypatch):
     json.dumps(found.to_json())
 
 
+def test_a_layer_of_nan_departs():
+    assert parity.first_apart([1e-6, float("nan"), 1]) == 1
+    assert parity.first_apart([1e-6, 0]) is None
+
+
 def test_what_is_missing_is_said(folder, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"has no config\.json"):
         parity.compare(str(tmp_path))

@@ -86,6 +86,7 @@ def test_it_says_what_it_needs():
     assert "tile m=8 is neither a multiple of 16" in supports(x, w, tiles=(8, 128, 128))
     assert "tile k=100" in supports(x, w, tiles=(16, 100, 128))
     assert "expected [M, K] and [K, N]" in supports(x, w[:9])
+    assert "needs a row, a column and a sum" in supports(x[:0], w)
     assert "expected both" in supports(x, w.astype("float32"))
     assert "256 columns" in supports(x, w, bias[:7])
     with pytest.raises(UserError, match=r"unknown activation 'tanh'"):

@@ -18,6 +18,7 @@ from minitext.errors import UserError
 from minitext.kernels.dispatch import IMPLEMENTATIONS
 from minitext.models import transformer
 from minitext.models.flops import count_flops, count_params
+from minitext.models.qwix_rules import traced_products
 from minitext.models.transformer import Transformer, make_cache
 from tests.conftest import audit_but
 
@@ -119,6 +120,19 @@ def test_what_remat_keeps_by_name_changes_no_bit(save):
     full = gradient(scan_layers=True, remat="full")
     for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(full), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_with_remat_dots_no_product_of_a_gated_layer_with_a_weight_is_recomputed():
+    gated = CFG.attention.model_copy(update={"gate": True})
+
+    def products(remat):
+        graphdef, params = nnx.split(
+            nnx.eval_shape(lambda: make(attention=gated, layers=1, remat=remat))
+        )
+        loss = lambda p: jnp.sum(nnx.merge(graphdef, p)(TOKENS))  # noqa: E731
+        return len([*traced_products(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)])
+
+    assert products("dots") == products("none") + 2  # attention's own
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,10 @@ PLAIN = "model.dtype=bfloat16", "model.scan_layers=true"
 UNLIKE = {
     "prefix": ("model.layers=5", "model.dense_layers=2", "model.dense_mlp=96", "model.ffn.kind=moe"),
     "mla": ("model.attention.kind=mla", "model.kv_heads=null", "model.attention.q_rank=24"),
-    "period": ("model.layers=6", "model.period=[{attention: {window: 8}}, {mlp: 96}]", "model.norms=both"),
+    "period": (
+        "model.layers=6", "model.period=[{attention: {window: 8}}, {mlp: 96, attention: {gate: true}}]",
+        "model.norms=both",
+    ),
     "deltanet": ("model.layers=6", "model.period=[{attention: {kind: deltanet}}, {}]"),
 }  # fmt: skip
 

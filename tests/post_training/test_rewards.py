@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from minitext.errors import UserError
-from minitext.post_training.rewards import check, find
+from minitext.post_training.rewards import check, find, last_number
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,13 @@ def test_answers_are_right_or_wrong(answer, exact, number):
     record = {"answer": "1204"}
     assert find("exact")(record, answer) == exact
     assert find("number")(record, answer) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("it is .5.", 0.5), ("-.25", -0.25), ("let's see...5", 5), ("1.5", 1.5), (".", None)]
+)  # fmt: skip
+def test_the_last_number_of_a_text(text, number):
+    assert last_number(text) == number
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,8 @@ def supports(x_MK, w_KN, bias_N=None, *, activation=None, tiles=(16, 128, 128)) 
         return f"unknown activation {activation!r}: choose among {', '.join(map(str, ACTIVATIONS))}"
     sublanes = 32 // x_MK.dtype.itemsize  # rows that share a register: 8 of float32, 16 of bfloat16
     (m, k, n), (M, K), N = tiles, x_MK.shape, w_KN.shape[1]
+    if 0 in (M, K, N):
+        return f"a product of {x_MK.shape} and {w_KN.shape}: it needs a row, a column and a sum"
     for name, tile, size, step in (("m", m, M, sublanes), ("k", k, K, 128), ("n", n, N, 128)):
         if tile < 1 or (tile < size and tile % step):
             return f"tile {name}={tile} is neither a multiple of {step} nor all of {size}"
