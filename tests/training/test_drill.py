@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from minitext.errors import UserError
 from minitext.observability.downtime import Attempt, Strike, account
 from minitext.observability.goodput import Event
 from minitext.perf.figures import plot_downtime
@@ -114,6 +115,17 @@ def test_a_job_that_fails_without_a_fault_is_refused(tmp_path):
         err
     )
     assert not left_of(tmp_path)
+
+
+@pytest.mark.parametrize("code, kept", [(2, []), (3, []), (1, ["run"])])
+def test_what_training_refuses_leaves_no_folder_and_a_crash_leaves_its_output(
+    tmp_path, monkeypatch, code, kept
+):
+    program = f"import sys; print('error: no such mesh', file=sys.stderr); sys.exit({code})"
+    monkeypatch.setattr(faults, "PROGRAM", ("-c", program))
+    with pytest.raises(UserError, match="no such mesh"):
+        drill.drill(["mesh.fsdp=3"], tmp_path / "runs" / "run", [], processes=1, save_every=5)
+    assert [path.name for path in tmp_path.glob("runs/*")] == kept
 
 
 def made(resumed=5, allowed=5, gap=0.0):
