@@ -206,7 +206,8 @@ class _Supervisor:
                 unplanned += 1
                 last = f"process {index} ended with {explain(code)}: {self._last_error()}"
                 seen = self._run.with_suffix(".txt")
-                if code in REFUSED and not self._run.exists():  # training keeps no run that never began
+                # Training keeps no run directory that never began.
+                if code in REFUSED and not self._run.exists():
                     raise Refused(self._last_error())
                 if unplanned > UNPLANNED or len(self.attempts) == 1:
                     raise UserError(f"the job fails without a fault: {last}; see {seen}")
