@@ -8,6 +8,7 @@ Chapters: 20.
 
 import itertools
 import math
+import shlex
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -162,7 +163,7 @@ def draw_status(status: Status) -> Panel:
         "running": "running",
         "silent": f"silent for {span(status.quiet)}: killed, hung, or on a disk that doesn't respond",
         "finished": "finished",
-        "stopped": f"stopped; resume with: minitext train config={status.directory}/config.yml",
+        "stopped": f"stopped; resume with: minitext train {shlex.quote(f'config={status.directory}/config.yml')}",
     }
     color = {"running": "green", "finished": "green", "silent": "red"}.get(status.state, "yellow")
     title, said = f"[bold]{status.directory}[/]", Text(says[status.state], style=color)
