@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+
 from minitext import files
 from minitext.distributed.launch.local import Job, explain
 from minitext.errors import DoesNotFit, UserError
@@ -516,5 +518,5 @@ def _verdict(found: Drill) -> list[str]:
         return [f"FAILED: {line}" for line in found.failures]
     return [
         "nothing was lost beyond the steps since a checkpoint; curve and final state are those of the undisturbed run, "
-        f"bit for bit; see {found.directory}"
+        f"bit for bit; see {escape(found.directory)}"
     ]

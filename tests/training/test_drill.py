@@ -153,5 +153,7 @@ def test_what_did_not_hold_is_said(capsys):
     drill.print_drill(made(resumed=0))
     shown = capsys.readouterr().out
     assert "FAILED: kill at step 10" in shown and "goodput" in shown and "restart" in shown
+    drill.print_drill(replace(made(), directory="/a[/b]"))
+    assert "/a[/b]" in capsys.readouterr().out
     figure = plot_downtime(made().downtime)
     assert "kill" in [text.get_text() for text in figure.axes[0].texts]
