@@ -122,6 +122,13 @@ def test_a_draft_that_fails_leaves_what_was_there(tmp_path):
     assert path.read_text() == "new" and os.listdir(tmp_path) == ["a.txt"]
 
 
+@pytest.mark.parametrize("name", ["a" * 255, "é" * 127, "𝄞" * 63])
+def test_the_longest_names_can_be_written(tmp_path, name):
+    files.check_new_file("--plot", tmp_path / name)
+    files.write(tmp_path / name, "text")
+    assert os.listdir(tmp_path) == [name]
+
+
 def test_a_file_is_not_written_where_its_folder_has_gone(tmp_path):
     with pytest.raises(FileNotFoundError):
         files.write(tmp_path / "gone" / "a.txt", "new")
