@@ -1070,7 +1070,10 @@ def test_a_notebook_is_graded_by_its_cells(run, tmp_path):
         ("", "while True:  # training, which no answer needs\n    pass"),
         ("", "def twice(x):\n    return 2 * x"),
         ("", "%%time\nfor i in:"),
-        ("90.honest", "def honest(x):\n    zero = (\n        4\n        % 2\n    )\n    return twice(x) + zero"),
+        (
+            "90.honest",
+            "def honest(x):\n    zero = (\n        4\n        % 2\n    )\n    return twice(x) + zero",
+        ),
         ("90.sign", source.stub(solved("sign"))),
         ("", "def sign(x):\n    return -2 * x"),
         ("90.untouched", PREAMBLE + source.stub(solved("untouched"))),
