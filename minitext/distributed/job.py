@@ -29,6 +29,7 @@ from minitext.distributed import heartbeat
 from minitext.distributed.cluster import Cluster, find_cluster
 from minitext.errors import UserError
 
+PROXY = "grpc_proxy"  # the variable that gRPC reads first; empty: none
 START_SECONDS = 300  # for all processes to come up
 _SETTLE = 1.0  # seconds for everything else to be printed before our line
 
@@ -76,7 +77,7 @@ def start(cluster: Cluster | None = None, seconds: int = START_SECONDS) -> None:
     from jax._src import distributed as service  # the client has no public name
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # accelerators ignore it
-    jax.config.update("jax_check_proxy_envs", False)  # JAX would warn of what `_without_proxy` mends
+    jax.config.update("jax_check_proxy_envs", False)  # `_without_proxy` sees to it
     _delay_aborts()
     me = f"process {cluster.index} of {cluster.processes}" if cluster.processes else "this process"
     failed = (
@@ -277,15 +278,15 @@ def _arguments(cluster: Cluster, seconds: int) -> dict[str, Any]:
 @contextlib.contextmanager
 def _without_proxy() -> Iterator[None]:
     """Has gRPC reach the coordinator directly: it would ask the proxy in http_proxy or https_proxy."""
-    before = os.environ.get("grpc_proxy")
-    os.environ["grpc_proxy"] = ""
+    before = os.environ.get(PROXY)
+    os.environ[PROXY] = ""
     try:
         yield
     finally:
         if before is None:
-            del os.environ["grpc_proxy"]
+            del os.environ[PROXY]
         else:
-            os.environ["grpc_proxy"] = before
+            os.environ[PROXY] = before
 
 
 def _start_heartbeat(state: Any, seconds: int) -> heartbeat.Heartbeat:
