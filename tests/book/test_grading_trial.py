@@ -183,7 +183,7 @@ def test_an_exercise_outside_the_rules_is_refused(change):
 def test_learner_numbers_are_stable_and_personal(monkeypatch):
     monkeypatch.setenv("MINITEXT_LEARNER", "ada")
     assert learner_number() == learner_number("ada") == 2130125190
-    assert learner_number("ada") != learner_number("grace")
+    assert learner_number("ada") != learner_number("grace") != learner_number("\udcff")
 
 
 @given(st.text(max_size=200), st.text(max_size=200))
