@@ -404,4 +404,5 @@ def has_open_files(folder: Path) -> bool:
         for descriptor in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):  # closed in the meantime
                 names.append(os.readlink(descriptor))
-    return any(name.startswith(f"{folder}{os.sep}") for name in names)
+    # The system names a file by its path without links.
+    return any(name.startswith(f"{folder.resolve()}{os.sep}") for name in names)

@@ -100,10 +100,11 @@ def test_other_errors_are_not_explained_away(error):
 
 
 def test_open_files_are_seen_also_when_they_are_deleted(tmp_path):
-    folder = tmp_path / "a"
-    folder.mkdir()
-    (tmp_path / "ab").write_text("")
-    with (tmp_path / "ab").open():
+    (tmp_path / "disk" / "a").mkdir(parents=True)
+    (tmp_path / "home").symlink_to("disk")
+    folder = tmp_path / "home" / "a"
+    (tmp_path / "home" / "ab").write_text("")
+    with (tmp_path / "home" / "ab").open():
         assert not files.has_open_files(folder)
     with (folder / "b").open("w"):
         (folder / "b").unlink()
