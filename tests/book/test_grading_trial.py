@@ -221,6 +221,22 @@ def test_an_answer_takes_from_others_only_what_it_uses():
     assert not {"print('dropped')", "np.seterr()", "data = train()"} & set(kept)
 
 
+@pytest.mark.parametrize(
+    "block",
+    [
+        "for i in range(3):\n    names[i] = i",
+        "while len(names) < 3:\n    names.append(0)",
+        "with here():\n    if names:\n        pass\n    else:\n        names = 3",
+        "with there() as (names, _):\n    pass",
+        "for names in range(3):\n    pass",
+    ],
+)
+def test_an_answer_takes_the_blocks_that_give_its_names(block):
+    others = f"{block}\nfor step in range(3):\n    train(step, names)"
+    pieces = [source.Piece("", ""), source.Piece("", others), source.Piece("05.a", "a = names")]
+    assert ast.unparse(source.compose(pieces, "05.a", "f")) == f"{block}\na = names"
+
+
 def test_line_numbers_are_the_learners_own():
     tree = source.compose(source.split(FILE), "05.b", "f")
     assert [node.lineno for node in tree.body] == [1, 8, 9, 10, 11, 13, 14, 15]
