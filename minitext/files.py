@@ -82,8 +82,8 @@ def draft(path: Path) -> Iterator[Path]:
     Raises:
         OSError: it can't be flushed or renamed, for instance because `path` is a folder with files in it.
     """
-    # A name of its own, because other processes may write `path` too.
-    new = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    # A name of its own, because other processes may write `path` too; and short, because names have a limit.
+    new = path.with_name(f".{path.name[:50]}-{secrets.token_hex(4)}")
     try:
         yield new
         for file in [new, *new.rglob("*")]:
@@ -404,4 +404,5 @@ def has_open_files(folder: Path) -> bool:
         for descriptor in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):  # closed in the meantime
                 names.append(os.readlink(descriptor))
-    return any(name.startswith(f"{folder}{os.sep}") for name in names)
+    # The system names a file by its path without links.
+    return any(name.startswith(f"{folder.resolve()}{os.sep}") for name in names)

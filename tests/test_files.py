@@ -100,10 +100,11 @@ def test_other_errors_are_not_explained_away(error):
 
 
 def test_open_files_are_seen_also_when_they_are_deleted(tmp_path):
-    folder = tmp_path / "a"
-    folder.mkdir()
-    (tmp_path / "ab").write_text("")
-    with (tmp_path / "ab").open():
+    (tmp_path / "disk" / "a").mkdir(parents=True)
+    (tmp_path / "home").symlink_to("disk")
+    folder = tmp_path / "home" / "a"
+    (tmp_path / "home" / "ab").write_text("")
+    with (tmp_path / "home" / "ab").open():
         assert not files.has_open_files(folder)
     with (folder / "b").open("w"):
         (folder / "b").unlink()
@@ -120,6 +121,13 @@ def test_a_draft_that_fails_leaves_what_was_there(tmp_path):
     assert path.read_text() == "old"
     files.write(path, "new")
     assert path.read_text() == "new" and os.listdir(tmp_path) == ["a.txt"]
+
+
+@pytest.mark.parametrize("name", ["a" * 255, "é" * 127, "𝄞" * 63])
+def test_the_longest_names_can_be_written(tmp_path, name):
+    files.check_new_file("--plot", tmp_path / name)
+    files.write(tmp_path / name, "text")
+    assert os.listdir(tmp_path) == [name]
 
 
 def test_a_file_is_not_written_where_its_folder_has_gone(tmp_path):

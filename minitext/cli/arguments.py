@@ -4,6 +4,7 @@ Chapters: 6.
 """
 
 import json
+import math
 import os
 import stat
 import tempfile
@@ -178,6 +179,15 @@ def start(
 def answer(found: Any, as_json: bool, show: Callable[[Any], None]) -> None:
     """Prints what a command found, as one JSON object or as `show` prints it."""
     if as_json:
-        print(json.dumps(found.to_json() if hasattr(found, "to_json") else found))
+        print(json.dumps(_for_json(found.to_json() if hasattr(found, "to_json") else found)))
     else:
         show(found)
+
+
+def _for_json(found: Any) -> Any:
+    """Returns a value with NaN and infinite numbers as text, as in metrics.jsonl: JSON has none."""
+    if isinstance(found, float) and not math.isfinite(found):
+        return str(found)
+    if isinstance(found, dict):
+        return {key: _for_json(value) for key, value in found.items()}
+    return [_for_json(value) for value in found] if isinstance(found, (list, tuple)) else found

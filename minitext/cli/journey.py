@@ -1,5 +1,6 @@
 """The command that goes the whole way, from text to an assistant that a server offers."""
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -75,7 +76,7 @@ def journey(
     """
     refuse_options(ctx, ["run", "stages"] if plan else [], "with --plan")
     words = _checked(settings or [])
-    directory = Path(files.local_path(run)) if run is not None else None
+    directory = Path(os.path.expanduser(files.local_path(run))) if run is not None else None
     if depth is not None and budget is not None:
         raise UserError(
             f"--depth {depth} and --budget {budget:g} both set the dial: give one of them"

@@ -204,7 +204,7 @@ def _drill_kinds(kinds: str | None, cfg: "Config") -> list[str]:
     for kind in chosen:
         if kind not in known:
             why = why_not.get(kind) or f"is not a kind of fault{did_you_mean(kind, known)}"
-            raise UserError(f"--kinds {shorten(kind)!r} {why}: choose among {', '.join(known)}")
+            raise UserError(f"--kinds {shorten(kind)} {why}: choose among {', '.join(known)}")
     return chosen
 
 

@@ -3,6 +3,7 @@
 Chapters: 6.
 """
 
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -66,7 +67,8 @@ def train(settings: Settings = None) -> None:
     if not job.is_first():
         return
     prompt = "def " if cfg.data.source == "stdlib" else "the "
-    print(f"done; try: minitext generate {directory} --prompt '{prompt}'", file=sys.stderr)
+    shown = shlex.quote(str(directory))
+    print(f"done; try: minitext generate {shown} --prompt '{prompt}'", file=sys.stderr)
 
 
 def generate(

@@ -4,6 +4,7 @@ Chapters: 24, 26.
 """
 
 import contextlib
+import io
 import json
 import signal
 import socket
@@ -313,6 +314,8 @@ def chat(
 def _lines() -> Iterator[str]:
     """Yields what somebody types, or the lines of a pipe, without empty ones."""
     person = sys.stdin.isatty()
+    if isinstance(sys.stdin, io.TextIOWrapper):  # what isn't text is no reason to stop
+        sys.stdin.reconfigure(errors="replace")
     if person:
         import readline  # noqa: F401  edits the line and remembers earlier ones
     while True:

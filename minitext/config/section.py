@@ -6,6 +6,7 @@ values, the rule and a way out.
 Chapters: 6.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from types import UnionType
@@ -19,9 +20,15 @@ from minitext.files import local_path
 T = TypeVar("T")
 P = ParamSpec("P")
 
+
+def own_path(path: str | None) -> str | None:
+    """Returns a path without the ~ that a shell leaves in `run.dir=~/runs`, once `local_path` has checked it."""
+    return None if local_path(path) is None else os.path.expanduser(str(path))
+
+
 # Keys that name a file or a folder.
-LocalPath = Annotated[str, AfterValidator(local_path)]
-OptionalPath = Annotated[str | None, AfterValidator(local_path)]
+LocalPath = Annotated[str, AfterValidator(own_path)]
+OptionalPath = Annotated[str | None, AfterValidator(own_path)]
 
 
 def setting(default: T, description: str, **limits: Any) -> T:

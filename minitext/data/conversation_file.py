@@ -88,9 +88,11 @@ def open_conversation_file(cfg: DataConfig, tokenizer: Tokenizer, chat: Chat) ->
         special_ids,
     )  # fmt: skip
     path = cache_dir() / f"conversations-{key}"
-    found = _read(path)
+    was_there, found = path.exists(), _read(path)
     if found is None:
-        shutil.rmtree(path, ignore_errors=True)  # an entry cut short by a crash of the machine
+        # Not what another process has finished since: only an entry cut short by a crash of the machine.
+        if was_there:
+            shutil.rmtree(path, ignore_errors=True)
         with new_cache_entry(path) as directory:
             _write(directory, cfg, tokenizer, chat)
         found = _read(path)

@@ -53,9 +53,11 @@ def open_token_file(cfg: DataConfig, tokenizer: Tokenizer) -> TokenFile:
     """
     key = fingerprint("tokens", sources.identity(cfg), fingerprint(tokenizer.to_json()))
     path = cache_dir() / f"tokens-{key}"
-    found = _read(path)
+    was_there, found = path.exists(), _read(path)
     if found is None:
-        shutil.rmtree(path, ignore_errors=True)  # an entry cut short by a crash of the machine
+        # Not what another process has finished since: only an entry cut short by a crash of the machine.
+        if was_there:
+            shutil.rmtree(path, ignore_errors=True)
         with new_cache_entry(path) as directory:
             _write(directory, cfg, tokenizer)
         found = _read(path)

@@ -135,11 +135,11 @@ def _wait_for(env: Env, path: str, read, sleep, clock) -> str:
     """Returns the text of the cluster file once an orchestrator has written it; arguments as of `find_cluster`."""
     limit = number(env, "MINITEXT_CLUSTER_SECONDS", 0, FILE_SECONDS)
     end = clock() + limit
-    while (text := read(path)) is None:
+    while not (text := (read(path) or "").strip()):  # an empty file is about to be written
         if clock() >= end:
             raise UserError(
-                f"MINITEXT_CLUSTER_FILE={path} did not appear in {limit} s: check what should write it, or raise "
-                "MINITEXT_CLUSTER_SECONDS"
+                f"MINITEXT_CLUSTER_FILE={path} did not appear in {limit} s, or is empty: check what should write it, "
+                "or raise MINITEXT_CLUSTER_SECONDS"
             )
         sleep(1.0)
     return text

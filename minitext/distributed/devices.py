@@ -147,7 +147,7 @@ def check_profiler() -> None:
     import jax
 
     maps = Path("/proc/self/maps")
-    if jax.default_backend() != "tpu" and maps.exists() and "libtpu.so" in maps.read_text():
+    if jax.default_backend() != "tpu" and maps.exists() and b"libtpu.so" in maps.read_bytes():
         raise UserError(
             "this process has compiled for TPUs, and libtpu's profiler would crash it: start a new one (in a notebook, "
             "restart the kernel) and profile before anything is compiled for TPUs"

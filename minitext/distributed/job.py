@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,6 +29,7 @@ from minitext.distributed import heartbeat
 from minitext.distributed.cluster import Cluster, find_cluster
 from minitext.errors import UserError
 
+PROXY = "grpc_proxy"  # the variable that gRPC reads first; empty: none
 START_SECONDS = 300  # for all processes to come up
 _SETTLE = 1.0  # seconds for everything else to be printed before our line
 
@@ -75,6 +77,7 @@ def start(cluster: Cluster | None = None, seconds: int = START_SECONDS) -> None:
     from jax._src import distributed as service  # the client has no public name
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # accelerators ignore it
+    jax.config.update("jax_check_proxy_envs", False)  # `_without_proxy` sees to it
     _delay_aborts()
     me = f"process {cluster.index} of {cluster.processes}" if cluster.processes else "this process"
     failed = (
@@ -86,7 +89,8 @@ def start(cluster: Cluster | None = None, seconds: int = START_SECONDS) -> None:
     timer.daemon = True
     timer.start()
     try:
-        jax.distributed.initialize(**_arguments(cluster, seconds + 60))
+        with _without_proxy():
+            jax.distributed.initialize(**_arguments(cluster, seconds + 60))
     except (RuntimeError, ValueError) as error:
         raise JobFailed(f"{failed} ({heartbeat.one_line(str(error))})") from error
     finally:
@@ -269,6 +273,20 @@ def _arguments(cluster: Cluster, seconds: int) -> dict[str, Any]:
         "local_device_ids": cluster.local_device_ids,
         "cluster_detection_method": "deactivate",
     }
+
+
+@contextlib.contextmanager
+def _without_proxy() -> Iterator[None]:
+    """Has gRPC reach the coordinator directly: it would ask the proxy in http_proxy or https_proxy."""
+    before = os.environ.get(PROXY)
+    os.environ[PROXY] = ""
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[PROXY]
+        else:
+            os.environ[PROXY] = before
 
 
 def _start_heartbeat(state: Any, seconds: int) -> heartbeat.Heartbeat:

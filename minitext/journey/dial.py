@@ -17,6 +17,7 @@ Chapters: 27.
 """
 
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -183,10 +184,9 @@ def rows_of(recipes: Sequence[Recipe]) -> list[tuple[str, ...]]:
 def print_plan(target: Recipe, smaller: Sequence[Recipe], settings: Sequence[str]) -> None:
     """Prints what follows from the dial, and the pretraining as a command of its own, on stdout."""
     table = terminal.table(HEADS, rows_of([*smaller, target]), right=tuple(range(1, len(HEADS))))
-    words = " ".join([*settings, *target.settings()])
-    terminal.print_tables(
-        table, f"pretraining alone: minitext train laptop data.tokenizer=bpe {words}"
-    )
+    terminal.print_tables(table)
+    words = shlex.join([*settings, *target.settings()])
+    print(f"\npretraining alone: minitext train laptop data.tokenizer=bpe {words}")
 
 
 HEADS = (

@@ -181,7 +181,8 @@ def _curve(directory: Path, keys: Sequence[str]) -> dict[str, list[list[float]]]
 def _samples(directory: Path) -> list[dict[str, Any]]:
     """Returns what a run wrote on the way, the last sample of each step."""
     path = directory / "samples.txt"
-    parts = re.split(r"^--- step (\d+)\n", path.read_text() if path.exists() else "", flags=re.M)
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    parts = re.split(r"^--- step (\d+)\n", text, flags=re.M)
     found = {int(step): text for step, text in zip(parts[1::2], parts[2::2], strict=True)}
     return [{"step": step, "text": text.rstrip("\n")} for step, text in sorted(found.items())]
 

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+
 from minitext.errors import UserError
 from minitext.observability import device_time, xplane
 from minitext.observability.device_time import NS, Device, Interval
@@ -169,7 +171,7 @@ def print_profile(profile: Profile, rows: int = 15) -> None:
     """Prints a trace's summary: devices, parts of the model, and the longest operations."""
     waited = profile.data_wait
     lines = [
-        f"[bold]{profile.path}[/]",
+        f"[bold]{escape(profile.path)}[/]",
         f"{profile.program}: {profile.steps} steps of {_ms(profile.step_seconds)} ms",
         "data wait: " + ("not in the trace" if waited is None else f"{_ms(waited)} ms"),
     ]

@@ -11,6 +11,7 @@ Chapters: 20.
 """
 
 import os
+import re
 import socket
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -29,8 +30,16 @@ def dump_programs(cfg: Config) -> None:
 
     The machine code of a large model's step takes gigabytes. A program loaded from the compilation cache isn't
     compiled, so it leaves no dump: turn the cache off.
+
+    Raises:
+      UserError: if the run directory's path has a space, at which the compilers end a flag.
     """
     directory = (Path(cfg.run.dir) / str(cfg.run.name)).absolute()
+    if re.search(r"\s", str(directory)):
+        raise UserError(
+            f"the compiler can't write into {directory}, whose path has a space: choose a run.dir and a run.name "
+            "without one"
+        )
     if cfg.profile.dump_hlo:
         # Only the train step: every small setup program would leave a dozen files too.
         step_only = "--xla_dump_hlo_as_text --xla_dump_hlo_module_re=train_step"

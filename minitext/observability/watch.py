@@ -6,8 +6,10 @@ run directory, and `draw_status` lays out what it found.
 Chapters: 20.
 """
 
+import contextlib
 import itertools
 import math
+import shlex
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -45,7 +47,7 @@ class Status:
       eta: seconds that the remaining steps should take at the pace of the last ones, or None.
       metrics: the last step's record.
       losses: the loss of every step.
-      val_loss: the last validation loss, or None.
+      val_loss: the last validation loss, or None; NaN and infinity as text.
       goodput: share of the wall time in steps that count, or None.
       checkpoint: step of the newest checkpoint, or None.
       checkpoint_age: seconds since it was written, or None.
@@ -59,7 +61,7 @@ class Status:
     eta: float | None = None
     metrics: dict[str, Any] | None = None
     losses: tuple[float, ...] = ()
-    val_loss: float | None = None
+    val_loss: float | str | None = None
     goodput: float | None = None
     checkpoint: int | None = None
     checkpoint_age: float | None = None
@@ -126,7 +128,12 @@ def _checkpoints(directory: Path) -> dict[int, float]:
     folder = directory / "checkpoints"
     if not folder.is_dir():
         return {}
-    return {int(p.name): p.stat().st_mtime for p in folder.iterdir() if p.name.isdecimal()}
+    found = {}
+    for path in folder.iterdir():
+        if path.name.isdecimal():
+            with contextlib.suppress(FileNotFoundError):  # training has just deleted it
+                found[int(path.name)] = path.stat().st_mtime
+    return found
 
 
 def sparkline(values: tuple[float, ...], width: int = POINTS) -> str:
@@ -162,10 +169,10 @@ def draw_status(status: Status) -> Panel:
         "running": "running",
         "silent": f"silent for {span(status.quiet)}: killed, hung, or on a disk that doesn't respond",
         "finished": "finished",
-        "stopped": f"stopped; resume with: minitext train config={status.directory}/config.yml",
+        "stopped": f"stopped; resume with: minitext train {shlex.quote(f'config={status.directory}/config.yml')}",
     }
     color = {"running": "green", "finished": "green", "silent": "red"}.get(status.state, "yellow")
-    title, said = f"[bold]{status.directory}[/]", Text(says[status.state], style=color)
+    title, said = Text(status.directory, style="bold"), Text(says[status.state], style=color)
     if status.state == "waiting":
         return Panel(said, title=title)
     parts: list[Any] = [said]
@@ -183,26 +190,24 @@ def draw_status(status: Status) -> Panel:
 def _rows(status: Status) -> list[tuple[str, str]]:
     line, rows = status.metrics or {}, []
 
-    def add(name: str, key: str, form: str, scale: float = 1.0) -> None:
-        value = line.get(key)
+    def add(name: str, value: Any, form: str, scale: float = 1.0) -> None:
         if isinstance(value, (int, float)):
             rows.append((name, form.format(value * scale)))
         elif value is not None:  # NaN and infinity are stored as text
             rows.append((name, str(value)))
 
-    add("loss", "loss", "{:.4f} nats/token")
+    add("loss", line.get("loss"), "{:.4f} nats/token")
     if status.losses:
         rows.append(("", sparkline(status.losses)))
-    if status.val_loss is not None:
-        rows.append(("validation loss", f"{status.val_loss:.4f} nats/token"))
-    add("gradient norm", "grad_norm", "{:.3f}")
-    add("tokens/s", "tokens_per_second", "{:,.0f}")
-    add("step", "seconds", "{:,.1f} ms", 1e3)
-    add("MFU", "mfu", "{:.1%}")
+    add("validation loss", status.val_loss, "{:.4f} nats/token")
+    add("gradient norm", line.get("grad_norm"), "{:.3f}")
+    add("tokens/s", line.get("tokens_per_second"), "{:,.0f}")
+    add("step", line.get("seconds"), "{:,.1f} ms", 1e3)
+    add("MFU", line.get("mfu"), "{:.1%}")
     if status.goodput is not None:
         rows.append(("goodput", f"{status.goodput:.1%}"))
-    add("host memory", "host_bytes", "{:,.2f} GiB", 2**-30)
-    add("device memory", "device_bytes", "{:,.2f} GiB", 2**-30)
+    add("host memory", line.get("host_bytes"), "{:,.2f} GiB", 2**-30)
+    add("device memory", line.get("device_bytes"), "{:,.2f} GiB", 2**-30)
     saved = "none yet"
     if status.checkpoint is not None and status.checkpoint_age is not None:
         saved = f"step {status.checkpoint:,}, {span(status.checkpoint_age)} ago"

@@ -12,6 +12,7 @@ import contextlib
 import json
 import random
 import re
+import shutil
 import signal
 import threading
 import time
@@ -21,9 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+
 from minitext import files
 from minitext.distributed.launch.local import Job, explain
-from minitext.errors import UserError
+from minitext.errors import DoesNotFit, UserError
 from minitext.observability.downtime import CAUSES, Attempt, Bill, Downtime, Strike, account
 from minitext.observability.goodput import read_events
 from minitext.observability.metrics import FILE, read_metrics
@@ -36,10 +39,15 @@ RECORD = "drill.json"
 PATIENCE = 12.0  # seconds for the others to end by themselves
 POLL = 0.005
 UNPLANNED = 5  # ends that no fault explains, after which the drill gives up
+REFUSED = (UserError.exit_code, DoesNotFit.exit_code)
 ACCOUNTED = 0.98  # share of the wall time that must have a cause
 # Numbers of metrics.jsonl that depend on the clock or the machine.
 TIMING = {"tokens_per_second", "seconds", "mfu", "host_bytes", "device_bytes"}
 _NOTICED = re.compile(r"^\[\d+\] (?:error: .*|.*; this process ends too)$")
+
+
+class Refused(UserError):
+    """The job was refused before it began: nothing is kept."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +194,7 @@ class _Supervisor:
         """Trains to the end; `say` is given each fault when it comes.
 
         Raises:
+          Refused: if the settings are.
           UserError: if the job ends again and again without a fault of ours.
         """
         left, unplanned = deque(plan), 0
@@ -199,6 +208,9 @@ class _Supervisor:
                 unplanned += 1
                 last = f"process {index} ended with {explain(code)}: {self._last_error()}"
                 seen = self._run.with_suffix(".txt")
+                # Training keeps no run directory that never began.
+                if code in REFUSED and not self._run.exists():
+                    raise Refused(self._last_error())
                 if unplanned > UNPLANNED or len(self.attempts) == 1:
                     raise UserError(f"the job fails without a fault: {last}; see {seen}")
                 say(self._unplanned(last))
@@ -375,8 +387,10 @@ def drill(
       say: given a line for each thing that happens.
 
     Raises:
+      Refused: if training refuses the settings; no folder is left behind.
       UserError: if the job fails without a fault.
     """
+    made = [path for path in (directory, *directory.parents) if not path.exists()]
     try:
         directory.mkdir(parents=True)
     except OSError as error:
@@ -386,7 +400,14 @@ def drill(
     command = ["train", *words]
     say(f"undisturbed: {' '.join(command)}")
     alone = _Supervisor(command, directory / ALONE, processes, devices, save_every)
-    alone.run([], lambda strike: say(f"  {strike.detail}"))
+    try:
+        alone.run([], lambda strike: say(f"  {strike.detail}"))
+    except Refused:
+        shutil.rmtree(directory)
+        for path in made[1:]:
+            with contextlib.suppress(OSError):  # somebody else's folders may be in it by now
+                path.rmdir()
+        raise
     seconds = alone.attempts[-1].end - alone.attempts[-1].start
     say(f"undisturbed: done in {seconds:.1f} s; now with {len(plan)} faults")
     hit = _Supervisor(command, directory / DRILLED, processes, devices, save_every, seed)
@@ -497,5 +518,5 @@ def _verdict(found: Drill) -> list[str]:
         return [f"FAILED: {line}" for line in found.failures]
     return [
         "nothing was lost beyond the steps since a checkpoint; curve and final state are those of the undisturbed run, "
-        f"bit for bit; see {found.directory}"
+        f"bit for bit; see {escape(found.directory)}"
     ]

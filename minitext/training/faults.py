@@ -153,7 +153,8 @@ def saving_since(run: Path, after: float) -> float | None:
       after: what was left behind before that time doesn't count.
     """
     begun = []
-    for path in (run / "checkpoints").glob("[0-9]*.tmp"):
+    # Such as 20.3.tmp; an old checkpoint that is being deleted is 20.old.tmp.
+    for path in (run / "checkpoints").glob("[0-9]*.[0-9]*.tmp"):
         with contextlib.suppress(OSError):  # it has just been committed
             # The oldest file tells a folder's age better than the folder itself, whose time changes.
             times = [one.stat().st_mtime for one in (path, *path.rglob("*"))]

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 from rich.console import Console
+from rich.markup import escape
 
 from minitext import files, hardware
 from minitext.checkpoint.checkpointer import Checkpointer
@@ -248,7 +249,7 @@ def _introduce(
     if trained := count_adapters(cfg.model):
         of_these += f", of which {trained:,} in adapters are trained"
     lines = [
-        f"[bold]{directory}[/]  {total / 1e6:.1f}M parameters{of_these}, {shape}, "
+        f"[bold]{escape(str(directory))}[/]  {total / 1e6:.1f}M parameters{of_these}, {shape}, "
         f"{cfg.train.global_batch} x {cfg.data.seq_len} tokens a step, source {cfg.data.source}"
     ]
     if batches.floor:

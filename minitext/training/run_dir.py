@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -80,8 +81,8 @@ EVALUABLE = (
 
 
 def resume_command(directory: Path | str) -> str:
-    """Returns the command that resumes a run."""
-    return f"minitext train config={Path(directory) / CONFIG}"
+    """Returns the command that resumes a run, as a shell takes it."""
+    return f"minitext train {shlex.quote(f'config={Path(directory) / CONFIG}')}"
 
 
 def read_config(directory: Path | str, overrides: Sequence[str] = ()) -> Config:
@@ -575,4 +576,5 @@ def disk_errors(directory: Path) -> Iterator[None]:
             if os.path.exists(directory / CONFIG)
             else ""
         )
-        raise UserError(f"cannot write to {directory}: {files.explain(error)}{saved}") from error
+        cause = files.explain(error) or str(error)
+        raise UserError(f"cannot write to {directory}: {cause}{saved}") from error

@@ -60,7 +60,7 @@ class Watchdog:
         moment = time.strftime("%Y%m%d-%H%M%S")
         self._mine = f"{process}-"
         self.path = self._folder / f"{self._mine}{moment}.txt"
-        self._steps = self._seen = 0
+        self._steps = self._seen = self._request = 0
         self._since = time.monotonic()  # when the last step was seen to end
         self._size, self._quiet_until = 0, 0.0
         self._end = threading.Event()
@@ -145,8 +145,8 @@ class Watchdog:
     def _requested(self) -> int:
         try:
             return (self._folder / REQUEST).stat().st_mtime_ns
-        except FileNotFoundError:
-            return 0
+        except OSError:  # there is none, or the disk doesn't answer: no reason to stop watching
+            return self._request
 
     def _ask_others(self) -> None:
         with contextlib.suppress(OSError):

@@ -14,7 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from minitext.book.grading import answers, check, registry, runner, source
+from minitext.book.grading import answering, answers, check, registry, runner, source
 from minitext.book.grading.command import grade
 from minitext.errors import UserError
 from tests.conftest import audit_but
@@ -1043,6 +1043,16 @@ def test_an_answer_that_is_not_utf8_fails_in_one_line(tree, tmp_path):
 # ------------------------------------------------------------------------------ notebooks
 
 
+@pytest.mark.parametrize("start", ["", "\ufeff"])
+def test_an_answer_of_any_editor_is_read(tree, tmp_path, start):
+    code = f"{start}import math\n\n# EXERCISE 90.honest\ndef honest(x):\n    return math.prod((2, x))\n"
+    (tmp_path / "ch90_hostile.py").write_text(code, encoding="utf-8")
+    exercise = registry.load_exercises(tree)["90.honest"]
+    answer = answers.from_folder(tmp_path, tree, [exercise])["90.honest"]
+    fn = answering.load(list(answer.pieces), exercise, answer.filename, registered=False)
+    assert fn(3) == 6
+
+
 def notebook(path: Path, *cells: tuple[str, str]) -> Path:
     """Writes a notebook of code cells (exercise id or "", source)."""
     made = [
@@ -1060,7 +1070,10 @@ def test_a_notebook_is_graded_by_its_cells(run, tmp_path):
         ("", "while True:  # training, which no answer needs\n    pass"),
         ("", "def twice(x):\n    return 2 * x"),
         ("", "%%time\nfor i in:"),
-        ("90.honest", "def honest(x):\n    return twice(x)"),
+        (
+            "90.honest",
+            "def honest(x):\n    zero = (\n        4\n        % 2\n    )\n    return twice(x) + zero",
+        ),
         ("90.sign", source.stub(solved("sign"))),
         ("", "def sign(x):\n    return -2 * x"),
         ("90.untouched", PREAMBLE + source.stub(solved("untouched"))),

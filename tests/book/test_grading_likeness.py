@@ -214,6 +214,11 @@ def test_entries_that_are_no_numbers_have_no_factor(number):
         assert "times" not in said(got)
 
 
+@pytest.mark.parametrize(("got", "want"), [(1e300, 1.3e-20), (1e-300, 1.3e20), (1e308, 1e-5)])
+def test_a_factor_that_overflows_is_no_error(got, want):
+    assert said(got, want) == ""
+
+
 def test_a_factor_near_one_is_said_with_its_digits():
     assert said(WANT * 1.0005) == "each is 1.0005 times what it should be"
     assert said(WANT * 1.00037) == "each is 1.00037 times what it should be"

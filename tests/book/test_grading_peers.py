@@ -68,7 +68,7 @@ if __name__ == "__main__":
 def test_answers_of_several_processes_run_beside_their_checks(tmp_path):
     (tmp_path / "solutions").mkdir()
     (tmp_path / "solutions" / "secret").write_text("a solution")
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "http_proxy": "http://127.0.0.1:9"}
     out = subprocess.run(
         [sys.executable, "-c", WORKER, str(tmp_path)],
         env=env,

@@ -183,7 +183,7 @@ def test_an_exercise_outside_the_rules_is_refused(change):
 def test_learner_numbers_are_stable_and_personal(monkeypatch):
     monkeypatch.setenv("MINITEXT_LEARNER", "ada")
     assert learner_number() == learner_number("ada") == 2130125190
-    assert learner_number("ada") != learner_number("grace")
+    assert learner_number("ada") != learner_number("grace") != learner_number("\udcff")
 
 
 @given(st.text(max_size=200), st.text(max_size=200))
@@ -219,6 +219,22 @@ def test_an_answer_takes_from_others_only_what_it_uses():
     kept = ast.unparse(source.compose(source.split(FILE), "05.a", "f")).split("\n")
     assert {"print('kept')", "TABLE.update(z=2)", "TABLE['k'] = 1", "def helper(x):"} <= set(kept)
     assert not {"print('dropped')", "np.seterr()", "data = train()"} & set(kept)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "for i in range(3):\n    names[i] = i",
+        "while len(names) < 3:\n    names.append(0)",
+        "with here():\n    if names:\n        pass\n    else:\n        names = 3",
+        "with there() as (names, _):\n    pass",
+        "for names in range(3):\n    pass",
+    ],
+)
+def test_an_answer_takes_the_blocks_that_give_its_names(block):
+    others = f"{block}\nfor step in range(3):\n    train(step, names)"
+    pieces = [source.Piece("", ""), source.Piece("", others), source.Piece("05.a", "a = names")]
+    assert ast.unparse(source.compose(pieces, "05.a", "f")) == f"{block}\na = names"
 
 
 def test_line_numbers_are_the_learners_own():

@@ -3,6 +3,7 @@
 import http.client
 import inspect
 import json
+import math
 import os
 import re
 import resource
@@ -23,6 +24,7 @@ import typer
 
 from minitext.book.grading.command import grade
 from minitext.cli import main
+from minitext.cli.arguments import answer
 from minitext.distributed import devices
 from minitext.training import run
 from tests.conftest import QUICK_FLAGS
@@ -90,6 +92,12 @@ def test_eval_answers_in_words_and_in_json(minitext, trained):
     code, out, _ = minitext("eval", trained)
     assert code == 0 and "nats/token, floor" in out and "perplexity" in out
     assert json.loads(minitext("eval", trained, "--json")[1])["step"] == 2
+
+
+def test_an_answer_in_json_has_no_other_numbers_than_json(capsys):
+    answer({"a": [math.nan, (1, 2.5)], "b": {"c": -math.inf}, "d": None}, True, print)
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found == {"a": ["nan", [1, 2.5]], "b": {"c": "-inf"}, "d": None}
 
 
 def test_config_show_and_explain(minitext):

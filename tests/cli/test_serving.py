@@ -1,5 +1,6 @@
 """A server's adapters are models of their own, chosen by the field `model`, as in vLLM."""
 
+import io
 import re
 import shutil
 
@@ -9,7 +10,7 @@ import openai
 import pytest
 
 from minitext.checkpoint.checkpointer import Checkpointer
-from minitext.cli.serving import _adapters, _load, _mesh
+from minitext.cli.serving import _adapters, _lines, _load, _mesh
 from minitext.config.config import to_yaml
 from minitext.config.sections import MeshConfig
 from minitext.errors import UserError
@@ -109,3 +110,10 @@ def test_devices_that_do_not_divide_the_model_are_refused_before_it_is_read(runs
     (tmp_path / "config.yml").write_text((runs["base"] / "config.yml").read_text())
     with pytest.raises(UserError, match="model.heads=4 is not divisible by mesh.tensor=8"):
         _load(tmp_path, "base", EngineOptions(), _mesh(MeshConfig(data=1, tensor=8)), None, {})
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_lines_of_a_pipe_that_are_not_text_are_read_on(errors, monkeypatch):
+    piped = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n\nnext\n"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr("sys.stdin", piped)
+    assert list(_lines()) == ["caf\ufffd", "next"]

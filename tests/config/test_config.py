@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from minitext.config.config import Config, ConfigError, layout, load_config, presets, to_yaml
+from minitext.config.config import (
+    Config,
+    ConfigError,
+    flatten,
+    layout,
+    load_config,
+    presets,
+    to_yaml,
+)
 from minitext.config.model import GQAConfig, MLAConfig, ModelConfig
 from minitext.errors import UserError
 
@@ -59,7 +67,8 @@ NAMES = {
 }  # fmt: skip
 
 
-def test_every_key_that_names_a_path_refuses_addresses():
+def test_every_key_that_names_a_path_refuses_addresses_and_knows_the_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
     paths = [
         k
         for k, field in layout().keys.items()
@@ -72,6 +81,8 @@ def test_every_key_that_names_a_path_refuses_addresses():
     }
     for key in paths:
         assert load_config("laptop", [f"{key}=a:b/c.x", *needs.get(key, [])])
+        cfg = load_config("laptop", [f"{key}=~/c.x", *needs.get(key, [])])
+        assert flatten(cfg.model_dump())[key] == "/home/ada/c.x"
         for address in (
             "gs://b/a c",
             "S3://b/x",

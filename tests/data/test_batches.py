@@ -517,6 +517,22 @@ def test_the_cache_is_used_again_and_remade_when_damaged(tmp_path, cache_path, m
     assert len(list(cache_path.glob("tokens-*"))) == 2
 
 
+def test_an_entry_that_another_process_finishes_meanwhile_stays(tmp_path, cache_path, monkeypatch):
+    cfg, read, entries = files(texts(tmp_path / "texts")), token_file._read, []
+    open_files = []  # whose numbers no new file gets
+
+    def read_before_the_other_ends(path):
+        monkeypatch.setattr(token_file, "_read", read)
+        assert read(path) is None
+        open_files.append(token_file.open_token_file(cfg, ByteTokenizer()))
+        entries.append((path / "tokens.bin").stat().st_ino)
+
+    monkeypatch.setattr(token_file, "_read", read_before_the_other_ends)
+    token_file.open_token_file(cfg, ByteTokenizer())
+    (entry,) = cache_path.glob("tokens-*")
+    assert [(entry / "tokens.bin").stat().st_ino] == entries
+
+
 def test_many_at_once_make_one_entry(tmp_path, cache_path):
     cfg, digests = files(texts(tmp_path / "texts")), []
     start = threading.Barrier(4)

@@ -203,8 +203,9 @@ def test_a_file_that_is_wrong(text, expected):
     assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("before", [None, "", "\n"])  # who writes it may have made it first
 @pytest.mark.parametrize("comes_after", [3, None])
-def test_a_file_is_waited_for_but_not_for_ever(comes_after):
+def test_a_file_is_waited_for_but_not_for_ever(comes_after, before):
     now = [0.0]
 
     def sleep(seconds):
@@ -212,7 +213,7 @@ def test_a_file_is_waited_for_but_not_for_ever(comes_after):
 
     def read(path):
         assert path == "job.json"
-        return json.dumps(GOOD) if comes_after is not None and now[0] >= comes_after else None
+        return json.dumps(GOOD) if comes_after is not None and now[0] >= comes_after else before
 
     env = FILE | {"MINITEXT_CLUSTER_SECONDS": "5"}
     if comes_after:

@@ -1,11 +1,16 @@
 """Choosing devices happens before JAX starts, so each case is a process of its own."""
 
+import contextlib
+import mmap
 import os
 import platform
 import subprocess
 import sys
 
 import pytest
+
+from minitext.distributed import devices
+from minitext.errors import UserError
 
 
 def start(call, **environment):
@@ -63,3 +68,12 @@ def test_too_late_is_said(monkeypatch):
     with pytest.raises(UserError, match="3 simulated devices"):
         devices.start(3)
     assert jax.device_count() == 8
+
+
+def test_a_file_of_any_name_may_be_in_memory(tmp_path):
+    path = os.fsencode(tmp_path) + b"/caf\xe9"
+    with open(path, "w+b") as file:
+        file.write(b"x")
+        file.flush()
+        with mmap.mmap(file.fileno(), 1), contextlib.suppress(UserError):  # libtpu may be there too
+            devices.check_profiler()

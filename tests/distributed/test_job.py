@@ -26,6 +26,7 @@ from minitext.sharding.mesh import make_mesh
 from minitext.training import run
 from tests.conftest import QUICK_FLAGS, TINY
 
+NO_PROXY = "http://127.0.0.1:9"  # a machine may have one, which the processes of a job must not ask
 JOB = Path(__file__).with_name("job.py")
 QUICK = [
     *TINY, "train.steps=4", "train.save_every=2", "train.eval_every=4", "train.eval_batches=1",
@@ -40,7 +41,7 @@ def start(processes, devices, command):
         subprocess.Popen(
             [sys.executable, *command],
             env=environment_of(os.environ, index, processes, port, devices)
-            | {"XLA_FLAGS": QUICK_FLAGS},
+            | {"XLA_FLAGS": QUICK_FLAGS, "http_proxy": NO_PROXY},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -67,6 +67,22 @@ def test_processes_that_do_not_end_after_a_failure_are_killed(stand_in, monkeypa
     assert time.monotonic() - began < 30
 
 
+def test_where_the_system_starts_no_more_processes_none_is_left(stand_in, monkeypatch):
+    start, started = subprocess.Popen, []
+
+    def start_two(*words, **more):
+        if len(started) == 2:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        started.append(start(*words, **more))
+        return started[-1]
+
+    stand_in("exec sleep 60")
+    monkeypatch.setattr(subprocess, "Popen", start_two)
+    with pytest.raises(UserError, match=r"process 2 of 3 cannot be started \(Resource temp"):
+        local.launch(TRAIN, processes=3)
+    assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
+
+
 def test_a_failed_job_is_started_again_as_often_as_allowed(stand_in, tmp_path, capsys):
     stand_in('echo x >> $here/log$id; [ "$(wc -l < $here/log$id)" -ge 3 ]')
     assert local.launch(TRAIN, processes=2, restarts=1) == 1

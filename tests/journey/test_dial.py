@@ -1,6 +1,7 @@
 """The dial: sizes follow by rule, and are the model's own."""
 
 import itertools
+import shlex
 
 import jax
 import pytest
@@ -70,3 +71,11 @@ def test_recipes_survive_json():
 def test_impossible_dials_are_refused(depth, tokens):
     with pytest.raises(UserError):
         dial.check(depth, tokens)
+
+
+def test_the_command_of_a_plan_is_one_that_a_shell_takes(capsys):
+    settings = ["data.source=files", "data.path=my [old] texts"]
+    dial.print_plan(dial.recipe(3), dial.study_of(3), settings)
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1].partition("minitext ")[2])
+    cfg = load_config(words[1], words[2:])
+    assert cfg.data.path == "my [old] texts" and cfg.train.steps == dial.recipe(3).steps

@@ -484,6 +484,8 @@ def test_dumps_requested_too_late_or_without_a_tpu_are_refused(tiny, tmp_path, m
         profiler.check(tiny("profile.dump_hlo=true", "run.name=a"), tmp_path, "cpu")
     with pytest.raises(UserError, match="set run.name"):
         tiny("profile.dump_hlo=true")
+    with pytest.raises(UserError, match="whose path has a space"):
+        profiler.dump_programs(tiny("profile.dump_hlo=true", "run.dir=my runs", "run.name=a"))
     cfg = tiny(
         "profile.dump_hlo=true", "profile.dump_llo=true", f"run.dir={tmp_path}", "run.name=a"
     )

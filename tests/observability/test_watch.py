@@ -92,8 +92,27 @@ def test_a_frame_shows_everything(tmp_path):
 
 
 def test_a_loss_that_is_not_a_number_is_shown(tmp_path):
-    status = read_status(*write(tmp_path, written=3, loss="nan"))
-    assert "nan" in text(status) and len(status.losses) == 2
+    status = read_status(*write(tmp_path, written=3, loss="nan", val_loss="inf"))
+    assert " nan" in text(status) and " inf" in text(status) and len(status.losses) == 2
+
+
+def test_a_directory_in_brackets_is_shown_as_it_is(tmp_path):
+    (tmp_path / "[old" / "a[").mkdir(parents=True)
+    directory, now = write(tmp_path / "[old" / "a[" / "b]", written=1)
+    assert "/[old/a[/b]" in text(read_status(directory, now))
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile_does_not_count(tmp_path, monkeypatch):
+    directory, now = write(tmp_path, written=4)
+    for name in "24":
+        (directory / "checkpoints" / name).mkdir(parents=True)
+
+    def until_it_is_gone(folder):
+        yield from [folder / "2", folder / "4"]
+
+    monkeypatch.setattr(watch.Path, "iterdir", until_it_is_gone)
+    (directory / "checkpoints" / "2").rmdir()
+    assert read_status(directory, now).checkpoint == 4
 
 
 def test_it_follows_a_run_to_its_end(tmp_path, monkeypatch):

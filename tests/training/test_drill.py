@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from minitext.errors import UserError
 from minitext.observability.downtime import Attempt, Strike, account
 from minitext.observability.goodput import Event
 from minitext.perf.figures import plot_downtime
@@ -116,6 +117,17 @@ def test_a_job_that_fails_without_a_fault_is_refused(tmp_path):
     assert not left_of(tmp_path)
 
 
+@pytest.mark.parametrize("code, kept", [(2, []), (3, []), (1, ["run"])])
+def test_what_training_refuses_leaves_no_folder_and_a_crash_leaves_its_output(
+    tmp_path, monkeypatch, code, kept
+):
+    program = f"import sys; print('error: no such mesh', file=sys.stderr); sys.exit({code})"
+    monkeypatch.setattr(faults, "PROGRAM", ("-c", program))
+    with pytest.raises(UserError, match="no such mesh"):
+        drill.drill(["mesh.fsdp=3"], tmp_path / "runs" / "run", [], processes=1, save_every=5)
+    assert [path.name for path in tmp_path.glob("runs/*")] == kept
+
+
 def made(resumed=5, allowed=5, gap=0.0):
     kill = Strike("kill", 12.0, 0, step=10, allowed=allowed, noticed=12.5)
     events = [Event("step", 1.0 + n, 1.0, n + 1) for n in range(10)]
@@ -141,5 +153,7 @@ def test_what_did_not_hold_is_said(capsys):
     drill.print_drill(made(resumed=0))
     shown = capsys.readouterr().out
     assert "FAILED: kill at step 10" in shown and "goodput" in shown and "restart" in shown
+    drill.print_drill(replace(made(), directory="/a[/b]"))
+    assert "/a[/b]" in capsys.readouterr().out
     figure = plot_downtime(made().downtime)
     assert "kill" in [text.get_text() for text in figure.axes[0].texts]

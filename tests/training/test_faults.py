@@ -125,6 +125,7 @@ def test_one_batch_is_poisoned_and_the_next_is_not(tiny):
 
 def test_the_save_under_way_is_seen_and_those_left_behind_are_not(tmp_path):
     folder = tmp_path / "checkpoints"
+    (folder / "10.old.tmp").mkdir(parents=True)
     assert faults.saving_since(tmp_path, 0.0) is None and faults.whole_checkpoints(tmp_path) == []
     for name in ("9", "100", "20.1.tmp", "30.damaged"):
         (folder / name).mkdir(parents=True)

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -81,9 +82,16 @@ def test_a_run_without_checkpoint_says_how_to_train_it(trained, tmp_path):
         run_dir.load_run(tmp_path)
 
 
-def test_disk_errors_are_one_line(tmp_path):
-    with pytest.raises(UserError, match="No space left"), run_dir.disk_errors(tmp_path):
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize("folder", ["runs", "my runs", "it's $HOME"])
+def test_a_shell_takes_the_command_that_resumes_as_it_is(folder):
+    words = shlex.split(run_dir.resume_command(f"{folder}/a"))
+    assert words == ["minitext", "train", f"config={folder}/a/config.yml"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError("no space")])
+def test_disk_errors_are_one_line(tmp_path, error):
+    with pytest.raises(UserError, match=f"{tmp_path}: .*o space"), run_dir.disk_errors(tmp_path):
+        raise error
 
 
 def test_resumed_parameters_are_those_that_were_saved(trained):

@@ -69,6 +69,17 @@ def test_sigusr1_writes_the_stacks_and_training_goes_on(tmp_path):
     assert (tmp_path / STACKS / "request").read_text() == watchdog.path.name
 
 
+def test_a_disk_that_gives_errors_does_not_end_the_watch(tmp_path):
+    said, request = [], tmp_path / STACKS / "request"
+    with Watchdog(tmp_path, 0, said.append, poll=0.02):
+        request.symlink_to("request")  # in a circle
+        time.sleep(0.2)
+        request.unlink()
+        request.touch()
+        assert wait_for(lambda: said)
+    assert "another process asked" in said[0]
+
+
 def test_an_empty_file_of_a_killed_process_is_removed_and_a_full_one_stays(tmp_path):
     folder = tmp_path / STACKS
     folder.mkdir()

@@ -89,7 +89,7 @@ def _from_file(folder: Path, root: Path, exercise: Exercise) -> Answer:
     if not path.is_file():
         return Answer(filename=path.name, attempted=False)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         return Answer(fault=f"cannot read {path}: {error}")
     section = source.sections(text).get(exercise.id)
@@ -147,11 +147,21 @@ def _code_cells(path: Path) -> list[tuple[str, str]]:
             if cell["cell_type"] != "code":
                 continue
             code = cell["source"] if isinstance(cell["source"], str) else "".join(cell["source"])
-            code = "" if code.lstrip().startswith("%%") else MAGIC.sub(r"\1pass", code)
-            found.append((str(cell.get("metadata", {}).get("exercise", "")), code))
+            found.append((str(cell.get("metadata", {}).get("exercise", "")), _python(code)))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{path} is not a Jupyter notebook: name one that ends in .ipynb") from None
     return found
+
+
+def _python(code: str) -> str:
+    """The code of a cell with `pass` for its magics and shell lines; a line of Python may begin with % too."""
+    if code.lstrip().startswith("%%"):
+        return ""
+    try:
+        Piece("", code).parse()
+    except SyntaxError:
+        return MAGIC.sub(r"\1pass", code)
+    return code
 
 
 def _defines(code: str, name: str) -> bool:

@@ -234,7 +234,7 @@ def _times(ratio: float) -> str:
 
 def _fraction(ratio: float) -> str:
     """A factor in words if it's simple, or a fraction of small numbers; or else ""."""
-    if abs(ratio - 1) < NEAR:
+    if abs(ratio - 1) < NEAR or not 1e-300 < abs(ratio) < 1e300:  # nor what overflows
         return ""
     for denominator in range(2, 13):
         numerator = round(ratio * denominator)

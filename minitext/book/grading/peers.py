@@ -55,12 +55,13 @@ answer: dict[str, Any] | None = None
 
 
 def _environment() -> dict[str, str]:
-    """CPU only; the job sets the number of devices."""
+    """CPU only, and without a proxy, which gRPC would ask for the others; the job sets the number of devices."""
     flags = re.sub(
         r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", "")
     )
     paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return dict(os.environ) | {
+    kept = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
+    return kept | {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",

@@ -213,5 +213,6 @@ def learner_name() -> str:
 
 def learner_number(name: str | None = None) -> int:
     """A number from 0 to 2**31 - 1 that is always the same for a learner: `t.learner` in checks."""
-    digest = hashlib.sha256((name or learner_name()).encode()).digest()
+    text = (name or learner_name()).encode(errors="surrogateescape")  # a shell may give any bytes
+    digest = hashlib.sha256(text).digest()
     return int.from_bytes(digest[:4], "big") >> 1

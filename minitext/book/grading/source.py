@@ -20,6 +20,7 @@ SOLUTION = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _IMPORTS = (ast.Import, ast.ImportFrom)
+_BLOCKS = (ast.If, ast.Try, ast.For, ast.While, ast.With)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,9 +175,13 @@ def _binds(statement: ast.stmt, imported: set[str]) -> set[str]:
         return {name for target in statement.targets for name in _targets(target)}
     if isinstance(statement, (ast.AnnAssign, ast.AugAssign)):
         return _targets(statement.target)
-    if isinstance(statement, (ast.If, ast.Try)):
-        blocks = [statement.body, statement.orelse, getattr(statement, "finalbody", [])]
-        return {n for block in blocks for inner in block for n in _binds(inner, imported)}
+    if isinstance(statement, _BLOCKS):
+        heads = [statement.target] if isinstance(statement, ast.For) else []
+        if isinstance(statement, ast.With):
+            heads = [item.optional_vars for item in statement.items if item.optional_vars]
+        bound = {name for head in heads for name in _targets(head)}
+        blocks = (getattr(statement, name, []) for name in ("body", "orelse", "finalbody"))
+        return bound.union(*(_binds(inner, imported) for block in blocks for inner in block))
     call = statement.value if isinstance(statement, ast.Expr) else None
     if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
         return _targets(call.func) - imported

@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Protocol
 
+from minitext.errors import UserError
+
 PATIENCE = 45.0  # seconds for the others to end by themselves, saying why, after one has failed
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 FINAL = (0, 2, 3, 130)  # exit codes after which nothing is restarted: done, refused, interrupted
@@ -96,19 +98,30 @@ class Job:
         self._deadline = float("inf")
 
     def start(self, command: Sequence[str], processes: int, devices: int | None) -> None:
-        """Starts all processes; the attempt before must have ended."""
+        """Starts all processes; the attempt before must have ended.
+
+        Raises:
+          UserError: if the system refuses one; those before it are killed.
+        """
         port = free_port()
-        self._left, self._failed, self._deadline = set(range(processes)), None, float("inf")
+        self._left, self._failed, self._deadline = set(), None, float("inf")
         for index in range(processes):
-            process = subprocess.Popen(
-                [sys.executable, *self._program, *command],
-                env=environment_of(os.environ, index, processes, port, devices),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,  # a terminal's Ctrl-C comes through this process alone
-            )
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, *self._program, *command],
+                    env=environment_of(os.environ, index, processes, port, devices),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,  # a terminal's Ctrl-C comes through this process alone
+                )
+            except OSError as error:
+                self.end()
+                raise UserError(
+                    f"process {index} of {processes} cannot be started ({error.strerror}): choose fewer"
+                ) from error
             self.running.append(process)
+            self._left.add(index)
             for source, target in ((process.stdout, self._out), (process.stderr, self._err)):
                 reader = threading.Thread(target=_copy, args=(source, target, f"[{index}] "))
                 reader.start()
