@@ -33,8 +33,12 @@ from minitext.hardware import CHIPS
 
 _CONFIG = re.compile(r"backend_config=(\{.*\})\s*$")
 _OPERANDS = re.compile(r"operand_layout_constraints=\{(.*?)\}, (?:\w+=|$)")
-_ARRAY = re.compile(r"\b(pred|bf16|f32|f16|s32|u32|s8|u8|s16|u16|s64)\[([\d,]*)\]")
-_TYPES = {"pred": "i1", "bf16": "bf16", "f32": "f32", "f16": "f16"}
+_TYPES = {
+    "pred": "i1", "bf16": "bf16", "f32": "f32", "f16": "f16", "f8e4m3fn": "f8E4M3FN", "f8e5m2": "f8E5M2",
+} | {f"{sign}{bits}": f"{'u' * (sign == 'u')}i{bits}" for sign in "su" for bits in (4, 8, 16, 32, 64)}  # fmt: skip
+_ARRAY = re.compile(rf"\b({'|'.join(_TYPES)})\[([\d,]*)\]")
+# Where the whole program keeps the kernel's arrays; alone, it may have them elsewhere.
+_PLACES = "input_memory_space_colors", "output_memory_space_colors"
 _JUMP = re.compile(r"\bsbr\.rel \(!?%p\w+\) target")
 
 
@@ -71,6 +75,8 @@ class _Code:
         # With the vector memory that the kernel may use: the default can be less than it needs.
         kept = ("custom_call_config", "scoped_memory_configs")
         self.config = {name: found[name] for name in kept if name in found}
+        for name in _PLACES:
+            self.config["custom_call_config"].pop(name, None)
         operands = _OPERANDS.search(line)
         self.operands = _ARRAY.findall(operands[1] if operands else "")
         self.results = _ARRAY.findall(line.split(" custom-call(")[0])
@@ -103,8 +109,7 @@ class _Code:
 
 
 def _tensor(kind: str, dims: str) -> str:
-    name = _TYPES.get(kind, kind.replace("s", "i").replace("u", "ui"))
-    return f"tensor<{''.join(f'{n}x' for n in dims.split(',') if n)}{name}>"
+    return f"tensor<{''.join(f'{n}x' for n in dims.split(',') if n)}{_TYPES[kind]}>"
 
 
 def _layout(dims: str) -> str:

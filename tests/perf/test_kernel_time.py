@@ -1,6 +1,8 @@
 """Kernels timed by their machine code: branches, grids, and what is made of a custom call."""
 
+import base64
 import functools
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -65,6 +67,22 @@ def test_cycles_are_kept_for_the_versions_that_found_them(tmp_path, monkeypatch)
         version |= {name: "2"} if name else {}
         assert kernel_time._step_cycles({"key": "code"}, "v5e") == {"key": 5}
     assert len(counted) == 3
+
+
+def test_a_kernel_alone_has_its_operands_and_not_their_places():
+    """In a step for tpu7x, a product of float8 may read from vector memory, where no argument of a program is."""
+    places = [{"color": "1", "operand_index": "0"}]
+    kernel = {"body": base64.b64encode(b"module {}").decode()}
+    for side in ("input", "output"):
+        kernel[f"{side}_memory_space_colors"] = places
+    line = (
+        "f32[8,16] custom-call(%a, %b), "
+        "operand_layout_constraints={f8e4m3fn[8,4]{1,0}, u8[4,16]{1,0}}, metadata={}, "
+        f"backend_config={json.dumps({'custom_call_config': kernel})}"
+    )
+    text = kernel_time._Code(line).module()
+    assert "(tensor<8x4xf8E4M3FN>, tensor<4x16xui8>) -> (tensor<8x16xf32>)" in text
+    assert "colors" not in text
 
 
 def test_a_custom_call_without_its_program_says_so():
