@@ -303,8 +303,13 @@ def _rope(values: Mapping[str, Any], block: str) -> dict[str, Any]:
         rope |= {"kind": "linear", "factor": factor}
     if (part := number(values, "partial_rotary_factor")) != 1:
         rope["fraction"] = part
-    if block == "gemma3" and (local := number(values, "local_rope_max_timescale")) > 0:
-        rope["theta"] = local
+    if (local := number(values, "local_rope_max_timescale")) > 0:
+        if block in ("gemma2", "olmo3") and kind == "default":
+            raise Lacking(
+                f"local_rope_max_timescale={local:g} with decoder_block={block}: minitext has it with gemma3 alone"
+            )
+        if block == "gemma3":
+            rope["theta"] = local
     return {f"model.rope.{name}": value for name, value in rope.items()}
 
 

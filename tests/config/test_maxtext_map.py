@@ -96,6 +96,8 @@ def test_every_model_is_mapped_or_refused_with_what_is_missing():
             ), name
     assert len(refused) == 23 and all("minitext lacks" in why for why in refused.values())
     assert "hyper-connections" in refused["deepseek4-284b"] and "LayerNorm" in refused["gpt3-175b"]
+    other = translated("base.yml model_name=gemma2-2b local_rope_max_timescale=500").refused
+    assert other is not None and "minitext has it with gemma3 alone" in other
 
 
 def test_axes_within_and_across_slices():
