@@ -591,7 +591,7 @@ one other.
 - With $n$ devices in a group, and $s$ the bytes of the **whole side** (the larger of the operand
   and the result), a device sends $s\\,(n-1)/n$; in an `all-reduce` twice that; in a
   `collective-permute` $s$.
-- The size of a group follows `replica_groups=`, in one of four forms:
+- The text after `replica_groups=` says how large a group is. It has one of four forms:
 
   | text | groups | n |
   |---|---|---|

@@ -1605,8 +1605,8 @@ window = Exercise(
 A cache that keeps every token grows with the text. Several models have layers in which a token sees only the last few
 thousand tokens. Such a layer needs no cache longer than that, however long the text gets. Design it.
 
-Write `attend_window(q_BTNH, k_BTKH, v_BTKH, cache, window)`. It reads T new tokens of each of B texts, which may be the
-first ones, a whole prompt or a single token, and returns `(out_BTNH, cache)`.
+Write `attend_window(q_BTNH, k_BTKH, v_BTKH, cache, window)`. It reads T new tokens of each of B texts and returns
+`(out_BTNH, cache)`. The new tokens may be a text's first ones or later ones, a whole prompt or a single token.
 
 - A token at position $t$ sees positions $t - \\text{window} + 1$ to $t$ of its own text, as far as they exist, in
   whatever pieces they were read. Scores are divided by $\\sqrt{H}$, and heads are shared as in exercise 04.gqa. You may

@@ -1142,7 +1142,7 @@ Write the loop: `train_loop(step, state, batches, start, steps, log)` takes step
   step's number and a dict of Python floats.
 - Take exactly `steps - start` batches. One batch too many would be lost, because the saved data
   position would be one ahead of the state. If `start == steps`, take nothing and log nothing.
-- A batch takes memory: at most one may be taken ahead of the step that is dispatched next.
+- A batch takes memory: at most two may wait for their steps, that of the next step and one more.
 """,
     hints=(
         "Keep the metrics of the step before this one in a variable. What is in it before the "

@@ -45,7 +45,7 @@ def crossover_batch(D, F, peak, bandwidth, activation_bytes, weight_bytes):
     """The smallest batch at which `BD,DF->BF` no longer waits for memory.
 
     Args:
-      D: size of the contracted dimension, a Python int.
+      D: size of the dimension that is summed, a Python int.
       F: size of the other dimension of the weights, a Python int.
       peak: FLOP/s, a Python int or a float that holds one.
       bandwidth: bytes/s, a Python int or a float that holds one.
