@@ -64,7 +64,7 @@ def rows_of_process(k, B, process, count, total):
 
 # EXERCISE 07.resume
 class ShuffledRows:
-    """An endless iterator over row numbers, shuffled anew in each epoch.
+    """An endless iterator over row numbers; each epoch has a new order.
 
     Epoch e is `np.random.default_rng([seed, e]).permutation(rows)`.
     """
