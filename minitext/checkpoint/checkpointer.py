@@ -323,9 +323,8 @@ class Checkpointer(AbstractContextManager):
         except BaseException as error:
             self._fail(error, step, target)
         try:
-            if (
-                replaced is not None
-            ):  # only now: deleting takes long, and a step is there all that time
+            # Only now: deleting takes long, and a step is there all that time.
+            if replaced is not None:
                 shutil.rmtree(replaced)
             for old in self.steps()[: -self.keep]:
                 if old != step and (self.keep_every is None or old % self.keep_every):
