@@ -46,7 +46,7 @@ TIMING = {"tokens_per_second", "seconds", "mfu", "host_bytes", "device_bytes"}
 _NOTICED = re.compile(r"^\[\d+\] (?:error: .*|.*; this process ends too)$")
 
 
-class Refused(UserError):
+class SettingsRefused(UserError):
     """The job was refused before it began: nothing is kept."""
 
 
@@ -194,7 +194,7 @@ class _Supervisor:
         """Trains to the end; `say` is given each fault when it comes.
 
         Raises:
-          Refused: if the settings are.
+          SettingsRefused: if the settings are.
           UserError: if the job ends again and again without a fault of ours.
         """
         left, unplanned = deque(plan), 0
@@ -210,7 +210,7 @@ class _Supervisor:
                 seen = self._run.with_suffix(".txt")
                 # Training keeps no run directory that never began.
                 if code in REFUSED and not self._run.exists():
-                    raise Refused(self._last_error())
+                    raise SettingsRefused(self._last_error())
                 if unplanned > UNPLANNED or len(self.attempts) == 1:
                     raise UserError(f"the job fails without a fault: {last}; see {seen}")
                 say(self._unplanned(last))
@@ -387,7 +387,7 @@ def drill(
       say: given a line for each thing that happens.
 
     Raises:
-      Refused: if training refuses the settings; no folder is left behind.
+      SettingsRefused: if training refuses the settings; no folder is left behind.
       UserError: if the job fails without a fault.
     """
     made = [path for path in (directory, *directory.parents) if not path.exists()]
@@ -402,7 +402,7 @@ def drill(
     alone = _Supervisor(command, directory / ALONE, processes, devices, save_every)
     try:
         alone.run([], lambda strike: say(f"  {strike.detail}"))
-    except Refused:
+    except SettingsRefused:
         shutil.rmtree(directory)
         for path in made[1:]:
             with contextlib.suppress(OSError):  # somebody else's folders may be in it by now
