@@ -3,6 +3,7 @@
 Chapters: 26.
 """
 
+import shlex
 import sys
 import time
 from typing import Annotated
@@ -119,4 +120,5 @@ def tune(run: str, recipe: str, settings: list[str]) -> None:
         print(stop, file=sys.stderr)
         raise typer.Exit(stop.exit_code) from None
     if job.is_first():
-        print(f"done; try: minitext generate {made} --chat 'Hello'", file=sys.stderr)
+        shown = shlex.quote(str(made))
+        print(f"done; try: minitext generate {shown} --chat 'Hello'", file=sys.stderr)
