@@ -2055,7 +2055,7 @@ def as_a_list(closed_jaxpr, args):
     return list(reversed_(closed_jaxpr, args))
 
 
-@reverse.mutant("You take small derivatives for 0. They are exact: leave them as they are.")
+@reverse.mutant("You treat small derivatives as 0. They are exact: leave them as they are.")
 def small_is_zero(closed_jaxpr, args):
     found = reversed_(closed_jaxpr, args)
     return tuple(jnp.where(jnp.abs(x) < 1e-5, jnp.float32(0), x) for x in found)

@@ -836,7 +836,7 @@ def _(fn, t):
 
 
 @read_collective.mutant(
-    "You take all devices of the program for the group. `replica_groups` says who takes part."
+    "You count all devices of the program as the group. `replica_groups` says who takes part."
 )
 def everyone(text):
     return right_sent(text, group=lambda line, devices: devices)
@@ -917,7 +917,7 @@ def no_inner_loop(text):
 
 
 @read_collective.mutant(
-    "You take the result's bytes for every kind. A reduce-scatter's result is one part: its whole side "
+    "You use the result's bytes for every kind. A reduce-scatter's result is one part: its whole side "
     "is the operand."
 )
 def result_only(text):

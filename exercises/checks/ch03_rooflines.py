@@ -230,7 +230,7 @@ def quotes_the_subscripts(subscripts, shapes, dtype, result_dtype):
 
 
 @intensity.mutant(
-    "You take the operands' bytes per number for the result too. Products of 16-bit numbers are often "
+    "You use the operands' bytes per number for the result too. Products of 16-bit numbers are often "
     "returned in 32."
 )
 def one_dtype_for_all(subscripts, shapes, dtype, result_dtype):
@@ -238,7 +238,7 @@ def one_dtype_for_all(subscripts, shapes, dtype, result_dtype):
 
 
 @intensity.mutant(
-    "You take four bytes for every number. `jnp.dtype(name).itemsize` says how many they are."
+    "You count four bytes for every number. `jnp.dtype(name).itemsize` says how many they are."
 )
 def always_four_bytes(subscripts, shapes, dtype, result_dtype):
     return with_total(*right_cost(subscripts, shapes, "float32", "float32"))
@@ -302,7 +302,7 @@ def numbers_moved(subscripts, shapes, dtype, result_dtype):
 
 
 @intensity.mutant(
-    "You take the result's bytes per number for the operands too. Each has a dtype of its own."
+    "You use the result's bytes per number for the operands too. Each has a dtype of its own."
 )
 def result_dtype_for_all(subscripts, shapes, dtype, result_dtype):
     return with_total(*right_cost(subscripts, shapes, result_dtype, result_dtype))
@@ -555,7 +555,7 @@ def weights_like_activations(D, F, peak, bandwidth, activation_bytes, weight_byt
 
 
 @crossover.mutant(
-    "You take two bytes for every number of the input and the result. How many they are is an argument, "
+    "You count two bytes for every number of the input and the result. How many they are is an argument, "
     "`activation_bytes`."
 )
 def activations_of_two_bytes(D, F, peak, bandwidth, activation_bytes, weight_bytes):
@@ -666,7 +666,7 @@ wrong_gain(
 )
 wrong_gain(
     "square_of_activations",
-    "You take D times F numbers for each row of the batch. A row has D numbers going in and F coming out: "
+    "You count D times F numbers for each row of the batch. A row has D numbers going in and F coming out: "
     "D + F.",
     lambda D, F, peak, bandwidth, a: 2 * D * F * bandwidth - peak * a * D * F,
 )
@@ -1454,7 +1454,7 @@ def outside_scans(jaxpr):
 
 
 @count_scan.mutant(
-    "You take every inner jaxpr for a closed one, and ask it for its `.jaxpr`. Some parameters hold the "
+    "You treat every inner jaxpr as a closed one, and ask it for its `.jaxpr`. Some parameters hold the "
     "jaxpr itself."
 )
 def all_are_closed(closed_jaxpr):

@@ -272,7 +272,7 @@ def one_plus_scale(x, scale_D, eps=1e-6):
     return (normalised(x.astype(jnp.float32), eps) * (1 + scale_D)).astype(x.dtype)
 
 
-@rms_norm.mutant("You take 1e-6 for eps, whatever is given, or leave it out. It is an argument.")
+@rms_norm.mutant("You use 1e-6 as eps, whatever is given, or leave it out. It is an argument.")
 def own_eps(x, scale_D, eps=1e-6):
     return (normalised(x.astype(jnp.float32), 1e-6) * scale_D).astype(x.dtype)
 
@@ -1441,7 +1441,7 @@ def no_grouping(cfg, new, cached):
 
 
 @count.mutant(
-    "You take H for D/N. It is a size of its own: read cfg.H. The projections are D by N*H and "
+    "You assume that H is D/N. It is a size of its own: read cfg.H. The projections are D by N*H and "
     "back."
 )
 def head_from_embed(cfg, new, cached):
@@ -1513,7 +1513,7 @@ def cache_of_all_heads(cfg, new, cached):
 
 
 @count.mutant(
-    "You take the query and output projections for D by D. They lead from D to N*H and back, which needn't be D."
+    "You assume that the query and output projections are D by D. They lead from D to N*H and back, which needn't be D."
 )
 def square_projections(cfg, new, cached):
     parameters, cache, flops = cost(cfg, new, cached)

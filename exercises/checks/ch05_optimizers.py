@@ -306,12 +306,12 @@ wrong_adamw(
 )
 wrong_adamw(
     "b1_written_in",
-    "You take 0.9 for b1, whatever is given. It is an argument, like b2, eps and weight_decay.",
+    "You use 0.9 as b1, whatever is given. It is an argument, like b2, eps and weight_decay.",
     own_b1=0.9,
 )
 wrong_adamw(
     "b2_written_in",
-    "You take 0.95 for b2, whatever is given. It is an argument, like b1, eps and weight_decay.",
+    "You use 0.95 as b2, whatever is given. It is an argument, like b1, eps and weight_decay.",
     own_b2=0.95,
 )
 wrong_adamw(
@@ -351,7 +351,7 @@ wrong_adamw(
 )
 wrong_adamw(
     "swapped_decays",
-    "You take b1 for the second moment and b2 for the first. b1 belongs to m, b2 to v.",
+    "You use b1 for the second moment and b2 for the first. b1 belongs to m, b2 to v.",
     swapped=True,
 )
 wrong_adamw(
@@ -601,7 +601,7 @@ def asks_python(grads, limit):
 
 
 @clip.mutant(
-    "You take the sum of squares for the norm. Take its root, once, after everything is added up."
+    "You use the sum of squares as the norm. Take its root, once, after everything is added up."
 )
 def no_root(grads, limit):
     norm = sum(squares(grads))
@@ -618,7 +618,7 @@ def mean_of_squares(grads, limit):
 
 
 @clip.mutant(
-    "You take the largest entry for the norm. The norm is the root of the sum of all squares."
+    "You use the largest entry as the norm. The norm is the root of the sum of all squares."
 )
 def largest_entry(grads, limit):
     sizes = [jnp.max(jnp.abs(g), initial=0.0) for g in jax.tree.leaves(grads)]
@@ -848,7 +848,7 @@ wrong_wsd(
 )
 wrong_wsd(
     "final_as_a_share",
-    "You take `final` for a share of the peak. It is a rate, like the peak.",
+    "You treat `final` as a share of the peak. It is a rate, like the peak.",
     fall=lambda peak, final, done: peak * (1 + (final - 1) * done),
 )
 wrong_wsd(
@@ -1084,7 +1084,7 @@ wrong_schulz(
 )
 wrong_schulz(
     "gram_not_squared",
-    "In the last term you use A in place of A times A, so s is raised to 3 again and not to 5.",
+    "In the last term you use A instead of A times A, so s is raised to 3 again and not to 5.",
     square=lambda gram: gram,
 )
 wrong_schulz(
@@ -1502,7 +1502,7 @@ def spikes_from_the_start(*args):
 
 
 @skip.mutant(
-    "Your memory holds the first `window` norms for ever. The newest accepted norm replaces the oldest."
+    "Your memory holds the first `window` norms forever. The newest accepted norm replaces the oldest."
 )
 def first_norms(*args):
     def slot(accepted, window):

@@ -142,7 +142,7 @@ def _(fn, t):
     told = "0 times -inf is NaN: select the target's logit, don't multiply the others by 0"
     total = fn(logits, targets, mask)[0]
     zeros = nll_by_numpy(jnp.where(jnp.isfinite(logits), logits, 0), targets, mask != 0)[0]
-    replaced = "You put 0 in place of -inf, and e^0 = 1 is added to the normaliser. Only where the mask is 0, put 0 in"
+    replaced = "You put 0 for -inf, and e^0 = 1 is added to the normaliser. Only where the mask is 0, put 0 in"
     t.close(total, want, rtol=1e-5, why="the sum", mistakes={told: np.nan, replaced: zeros})
     t.close(loss_gradient(fn, logits, targets, mask), grad, atol=1e-5, why="the gradient")
 

@@ -647,7 +647,7 @@ def softmax_is(t, fn, x, vocab, data, why):
     width, devices = data * x.shape[1] // 8, 8 // data
     each = np.where(column % width < max(vocab // devices, 1), x, -np.inf)
     told = {
-        "You put 0 in place of the padding, and e to the power of 0 is 1. Put -inf there": right_softmax(
+        "You put 0 where the padding is, and e to the power of 0 is 1. Put -inf there": right_softmax(
             np.where(column < vocab, x, 0), len(column)
         ),
         "Your sum includes the padding": right_softmax(x, len(column)) * (column < vocab),
@@ -834,7 +834,7 @@ def finite_mask(x, vocab):
 
 
 @shard_map_port.mutant(
-    "You put 0 in place of the padding, and e to the power of 0 is 1, which counts in the sum. Put -inf there."
+    "You put 0 where the padding is, and e to the power of 0 is 1, which counts in the sum. Put -inf there."
 )
 def zero_mask(x, vocab):
     return ported(x, vocab, fill=0.0)

@@ -1616,7 +1616,7 @@ mistaken_share(
 )
 mistaken_share(
     "tiles_for_steps",
-    "You take the number of tiles for the length of the line. Each tile has `steps` steps.",
+    "You use the number of tiles as the length of the line. Each tile has `steps` steps.",
     bounds="tiles not steps",
 )
 mistaken_share(
@@ -1675,7 +1675,7 @@ mistaken_share(
 )
 mistaken_share(
     "group_of_the_program",
-    "You take the program's number for the group. A program may have tiles of several groups, and "
+    "You use the program's number as the group. A program may have tiles of several groups, and "
     "a group several programs.",
     group="program",
 )
@@ -1726,7 +1726,7 @@ mistaken_share(
 )
 mistaken_share(
     "rows_modulo",
-    "You take `size % tile` for the rows of a group's last tile. That's 0 where the tile divides "
+    "You use `size % tile` as the number of rows of a group's last tile. That's 0 where the tile divides "
     "the size.",
     height="modulo",
 )
@@ -1753,19 +1753,19 @@ mistaken_share(
 )
 mistaken_share(
     "slot_of_the_program",
-    "You take the program's number for the slot. A program can have two parts of tiles, at the "
+    "You use the program's number as the slot. A program can have two parts of tiles, at the "
     "beginning and at the end.",
     slot="program",
 )
 mistaken_share(
     "slot_of_the_tile",
-    "You take the tile's number for the slot. Then the parts of a tile overwrite each other. "
+    "You use the tile's number as the slot. Then the parts of a tile overwrite each other. "
     "Number the parts: 0, 1, 2.",
     slot="tile",
 )
 mistaken_share(
     "slot_of_the_piece",
-    "You take the piece's number for the slot, so slots of whole tiles stay empty. Count only "
+    "You use the piece's number as the slot, so slots of whole tiles stay empty. Count only "
     "those that are parts.",
     slot="piece",
 )
@@ -1839,7 +1839,7 @@ mistaken_share(
 )
 mistaken_share(
     "pieces_by_length",
-    "You take the length of a share, divided by `steps` and rounded up, for its number of pieces. "
+    "You use the length of a share, divided by `steps` and rounded up, as its number of pieces. "
     "A share that begins within a tile can touch one more: it depends on where it begins and "
     "ends.",
     ends="length",

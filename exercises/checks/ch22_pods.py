@@ -529,7 +529,7 @@ MISCOUNTED = {
     "A chip sends (X/m) (s-1)/s to other slices; you don't divide by s": cost_with(
         whole_across=True
     ),
-    "You take all slices for one: a group has at most as many members in a slice as fit there": None,
+    "You treat all slices as one: a group has at most as many members in a slice as fit there": None,
 }
 
 
@@ -1361,7 +1361,7 @@ mistaken(
 mistaken(
     overlap,
     "a_copy_is_no_transfer",
-    "You take a plain `copy` for a transfer. It's arithmetic within the chip; only `copy-start` begins a transfer.",
+    "You treat a plain `copy` as a transfer. It's arithmetic within the chip; only `copy-start` begins a transfer.",
     overlap_with(copies=True),
 )
 mistaken(
@@ -1782,7 +1782,7 @@ mistaken(
 mistaken(
     interval,
     "cycles_for_seconds",
-    "You take a fusion's cycles for seconds. Divide them by the clock's rate.",
+    "You treat a fusion's cycles as seconds. Divide them by the clock's rate.",
     interval_with(per_second=False),
 )
 mistaken(

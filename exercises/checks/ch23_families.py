@@ -447,7 +447,7 @@ mistaken(
 mistaken(
     rope_scaling,
     "wavelength_without_two_pi",
-    "You take 1/f for the wavelength. A frequency is in radians per position, and one turn is 2 pi radians.",
+    "You use 1/f as the wavelength. A frequency is in radians per position, and one turn is 2 pi radians.",
     rope_scaling_with(wavelength=lambda f: 1 / f),
 )
 mistaken(

@@ -933,7 +933,7 @@ for name, hint, options in (
     ("no_f8", "You treat 8-bit floats as wide. They begin with f8.", {"narrow": r"[su][48]$"}),
     ("known_f8", "You look for only two 8-bit floats. All types that begin with f8 are narrow.",
      {"narrow": r"[su][48]$|f8e4m3fn$|f8e5m2$"}),
-    ("no_int4", "You take 4-bit integers for wide.", {"narrow": r"[su]8$|f8"}),
+    ("no_int4", "You treat 4-bit integers as wide.", {"narrow": r"[su]8$|f8"}),
     ("by_result", "You judge by the type of the result. Sums of 8-bit numbers are kept wide; the factors count.",
      {"by": "result"}),
     ("each_once", "What occurs twice in the program is multiplied twice: list it twice.", {"once": True}),

@@ -1096,7 +1096,7 @@ def estimates(fn, t, args, scaled, mean, why):
             "You subtract the group's median, not its mean": want[0]
             + middles(reward, group) * want[0] / centred,
             "You don't subtract the group's mean": reward,
-            "You take neighbours for a group": by_order,
+            "You treat neighbours as a group": by_order,
             "They come sorted by group, but each belongs where its rollout is": want[0][
                 np.argsort(group, kind="stable")
             ],
@@ -1534,7 +1534,7 @@ def credits(fn, t, args, discount, decay, why):
         "These are the returns: the advantages come first": want[1],
         "You leave out the discount": gae_with()(*args, 1.0, decay)[0],
         "You leave out the decay": gae_with()(*args, discount, 1.0)[0],
-        "You take the discount for the decay and the other way round": gae_with()(
+        "You use the discount as the decay and the other way round": gae_with()(
             *args, decay, discount
         )[0],
         "You discount `last_B` twice": gae_with()(*arrays, last * discount, discount, decay)[0],
