@@ -1152,8 +1152,8 @@ its part of the array before the move.
 Write `cheapest_route(shape, itemsize, mesh, source, target, room)`. It returns `(received, layouts)`: the least number
 of bytes, summed over the moves, for which `target` can be reached, and the layouts after each move, up to `target`.
 
-- After every move, each dimension must be divisible by the sizes of its axes, and a device's block may take at most
-  `room` bytes. Both hold for `source` already.
+- After every move, each dimension must be divisible by the product of its axes' sizes, and a device's block may take
+  at most `room` bytes. Both hold for `source` already.
 - Bytes are exact ints. If several ways are cheapest, return any of them. If `source` is the target, no move is needed.
 - If there is no way, return `None`.
 - A mesh of four axes and an array of three dimensions take at most a few seconds.
