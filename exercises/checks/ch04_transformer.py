@@ -945,8 +945,8 @@ scaled scores $q \\cdot k / \\sqrt{H}$ over the keys that the mask lets it see, 
 the values with these weights. $N = GK$ query heads share $K$ key and value heads: head $n$ uses
 $\\lfloor n / G \\rfloor$.
 
-- Use K and V as they are. No array in your program may hold them more than once, because that would
-  undo the savings of grouping. Two contractions do all the work.
+- Use keys and values as they are. No array in your program may hold them more than once, because
+  that would undo the savings of grouping. Two contractions do all the work.
 - Scores and softmax are float32 whatever the dtype of `q`, and they stay finite for scaled scores
   of ±90.
 - The mask comes from the caller, and T may differ from S. A query that may see nothing gets zeros,
