@@ -1381,7 +1381,7 @@ first start to the last end of all events.
 
 - A device works while any of its compute events is open. Every other nanosecond is blamed on exactly one cause.
 - A collective costs the time it is *exposed*: the time it is open on a device that isn't computing. A data wait belongs
-  to the host (its device is `None`), and costs each device the time in which that device isn't computing.
+  to the host (its device is `None`), and costs each device the part of the wait in which that device isn't computing.
 - If several waits are open at once, blame the one that ends last: without the others the device would have waited just
   as long. If several end at the same time, blame the one that comes first in the list.
 - If no wait is open, the device is `"idle"`.

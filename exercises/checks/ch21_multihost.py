@@ -893,10 +893,10 @@ It also has `rows_read`: how many rows of data *this process* has trained on sin
 - Use the newest step that is **whole**, which means that all its n files are there. (n is the same in all files of a
   step, and may differ between steps.) A killed process may have left files with other names; ignore them. If no step is
   whole, raise `FileNotFoundError`.
-- All processes together read the data in order: batch k has rows k `batch` to (k+1) `batch` - 1, and each of `count`
-  processes reads a block of `batch / count` neighbouring rows of each batch, process 0 the first block. Before the
-  restart it was the same with n instead of `count`, and perhaps a different `batch`, so only `rows_read` says how far
-  the job has got.
+- All processes together read the data in order, `batch` rows at a time, and each batch begins with the first row that
+  no process has read yet. Each of `count` processes reads a block of `batch / count` neighbouring rows of a batch,
+  process 0 the first block. Before the restart it was the same with n instead of `count`, and perhaps a different
+  `batch`, so only `rows_read` says how far the job has got.
 - Return `(step, state, batches)`: `state` has the rows `wanted[name] = (start, stop)` of each array, bit for bit in its
   dtype; `batches` is an endless iterator of the lists of row numbers that this process reads from here on.
 
