@@ -1436,7 +1436,7 @@ def finds(fn, t, events, why):
     several = {
         "You return shares of the window, want nanoseconds": right / window,
         "You round: costs are means over devices, and may be fractions": np.floor(right),
-        "A data wait costs each device the time in which it isn't computing": [
+        "A data wait costs each device the part of the wait in which it isn't computing": [
             want[n] / devices if n in data else want[n] for n in names
         ],
         "A data wait costs the mean over devices too, not the sum": [

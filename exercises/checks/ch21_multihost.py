@@ -984,8 +984,8 @@ def goes_on(fn, t, folder, step, state, done, m, batch, copied, why):
 
 
 def resumes(fn, t, n, m, why, step=9, copied=(), ragged=False, others=(), paired=()):
-    state, batch = some_state(t), 12 * int(t.rng.integers(1, 3))
-    done = (step + 3) * batch  # steps were larger once
+    state, batch = some_state(t), 24 * int(t.rng.integers(1, 3))
+    done = step * batch + 36  # batches had another size once: a new one begins within
     with tempfile.TemporaryDirectory() as folder:
         for number, processes, missing in others:
             save_as(folder, number, processes, some_state(t), number * batch, missing=missing)
@@ -1089,7 +1089,7 @@ def _(fn, t):
 
 
 def right_resume(folder, wanted, index, count, batch, own=False, begin=False, mine=False, whole=True, by_name=False,
-                 old=False, stack=False, dealt=False, last=False, placed=True, by_step=False,
+                 old=False, stack=False, dealt=False, last=False, placed=True, by_step=False, rounded=False,
                  onward="batch"):  # fmt: skip
     steps = {}
     for path in Path(folder).glob("step-*"):
@@ -1123,6 +1123,8 @@ def right_resume(folder, wanted, index, count, batch, own=False, begin=False, mi
         done = int(files[-1]["rows_read"])
     if by_step:
         done = int(name[5:]) * batch
+    if rounded:
+        done -= done % batch
     if begin:
         done = 0
     share = batch // (n if old else count)
@@ -1174,6 +1176,14 @@ def rows_of_one(folder, wanted, index, count, batch):
 )
 def steps_times_batch(folder, wanted, index, count, batch):
     return right_resume(folder, wanted, index, count, batch, by_step=True)
+
+
+@elastic.mutant(
+    "You begin at a multiple of `batch`, so rows are read twice. Batches may have had another size: begin with the "
+    "first row that no process has read."
+)
+def whole_batches(folder, wanted, index, count, batch):
+    return right_resume(folder, wanted, index, count, batch, rounded=True)
 
 
 @elastic.mutant(
