@@ -593,7 +593,7 @@ def hanging_job(job, steps, save_every):
 | `sum(x)` | **collective**: the sum of every process's number x, in every process |
 | `gather()` | **collective**: the whole state, in every process; it moves all of it |
 | `barrier(name)` | **collective**: returns when every process is in the barrier of that name |
-| `write(s, state)` | writes the file of step s; slow; refused to every process but 0 |
+| `write(s, state)` | writes the file of step s; slow; only process 0 may call it |
 | `read(s)` | reads that file; `FileNotFoundError` while it is not complete |
 | `told_to_stop()` | whether *this* process has received SIGTERM; the others may get it later or never |
 
