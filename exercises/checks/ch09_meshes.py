@@ -1156,7 +1156,7 @@ of bytes, summed over the moves, for which `target` can be reached, and the layo
   at most `room` bytes. Both hold for `source` already.
 - Bytes are exact ints. If several ways are cheapest, return any of them. If `source` is the target, no move is needed.
 - If there is no way, return `None`.
-- A mesh of four axes and an array of three dimensions take at most a few seconds.
+- Your function has at most a few seconds for a mesh of four axes and an array of three dimensions.
 """,
     hints=(
         "How do you get from `((\"x\", \"y\"), ())` to `((\"y\", \"x\"), ())`? Find three ways on paper, and count "
