@@ -1302,7 +1302,8 @@ list of dicts, one for each device, that map an expert's number to the tokens it
   next batch may need it. A copy may get 0 tokens.
 - There are enough slots: `devices * (slots - 1) >= E - 1`. Then it's always possible, for any loads. Finding out why is
   most of the exercise.
-- Hundreds of experts and devices take at most a few seconds. If several answers fit, return any of them.
+- Your function has at most a few seconds for hundreds of experts and devices. If several answers fit, return any of
+  them.
 """,
     hints=(
         "Take as many devices as experts, and two slots on each. Some expert has at most a device's share of the "
