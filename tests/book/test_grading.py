@@ -943,6 +943,19 @@ def test_try_out_finds_faults(tmp_path):
     assert "twice the array" in faults["twice"]
 
 
+def test_mutants_of_one_mistake_may_share_a_hint(tmp_path):
+    for folder in ("checks", "solutions"):
+        (tmp_path / folder).mkdir()
+    text = CHECKS.format(names=["twice"]).replace('raise KeyError("double")', "return x * x")
+    text = text.replace("It is no dictionary.", "You square.")
+    (tmp_path / "checks" / "ch90_hostile.py").write_text(text)
+    (tmp_path / "solutions" / "ch90_hostile.py").write_text(PREAMBLE + solved("twice"))
+    exercises = registry.load_exercises(tmp_path).values()
+    grading = runner.Grading(tmp_path, seed=3, learner=1)
+    rows = runner.try_out(grading, exercises, ("mutant",), lambda done, total: None)
+    assert len(rows) == 3 and all(row[3] for row in rows), rows
+
+
 # ---------------------------------------------------------------------------- the command
 
 

@@ -156,15 +156,15 @@ def _try_mutants(job: dict, exercise: Exercise) -> list[list]:
     for attempt in attempts:  # `match` compares these first failures, and runs little more
         attempt.run(to_first_failure=True)
     rows = []
-    for index, (mutant, attempt) in enumerate(zip(exercise.mutants, attempts, strict=True)):
+    for mutant, attempt in zip(exercise.mutants, attempts, strict=True):
         chosen = evaluate.match(attempt, attempts)
-        text = ""
+        shown, text = None if chosen is None else exercise.mutants[chosen], ""
         if not attempt.failing:
             text = "passes every check"
-        elif chosen != index:
-            shown = "the first hint" if chosen is None else f"of {exercise.mutants[chosen].name}"
+        elif shown is None or shown.hint != mutant.hint:  # two may make one mistake in two ways
+            other = "the first hint" if shown is None else f"of {shown.name}"
             first = attempt.failing[0]
-            text = f"the hint shown is not its own but {shown} ({first.name}: {first.message})"
+            text = f"the hint shown is not its own but {other} ({first.name}: {first.message})"
         rows.append(["mutant", mutant.name, not text, text, 0.0])
     for row, attempt in zip(rows, attempts, strict=True):
         row[-1] = attempt.seconds  # matching later mutants may have run more of this one's checks
