@@ -70,8 +70,8 @@ def counted(events, window):
     return own, 1 - float(busy.mean())
 
 
-def reads(fn, t, events, window, why):
-    order = t.rng.permutation(len(events))
+def reads(fn, t, events, window, why, shuffled=True):
+    order = t.rng.permutation(len(events)) if shuffled else range(len(events))
     own, idle = fn([events[i] for i in order], window)
     want, want_idle = counted(events, window)
     # One list for both, so that a mistake in either is seen whole.
@@ -165,16 +165,19 @@ def _(fn, t):
 
 @read_trace.check("two that start together, and one that starts where another ends")
 def _(fn, t):
-    n = int(t.rng.integers(5, 15))
-    events = [
-        ("x", "while.3", 0, 3 * n),
-        ("x", "dot.2", 0, n),
-        ("x", "copy", n, 2 * n),
-        ("x", "fusion.1", 3 * n, 4 * n + 1),
-        ("x", "all-reduce.4", 2 * n, 3 * n),
-    ]
     why = "dot.2 starts together with the loop around it; copy, all-reduce.4 and fusion.1 start where another ends"
-    reads(fn, t, events, (0, 5 * n), why)
+    # Listed after the loop, and then before it.
+    for n, step in zip(
+        map(int, t.rng.choice(range(5, 15), 2, replace=False)), (1, -1), strict=True
+    ):
+        events = [
+            ("x", "while.3", 0, 3 * n),
+            ("x", "dot.2", 0, n),
+            ("x", "copy", n, 2 * n),
+            ("x", "fusion.1", 3 * n, 4 * n + 1),
+            ("x", "all-reduce.4", 2 * n, 3 * n),
+        ]
+        reads(fn, t, events[::step], (0, 5 * n), why, shuffled=False)
 
 
 @read_trace.check("a name inside itself, and events of no duration")
