@@ -925,17 +925,24 @@ def test_solutions_stubs_and_mutants_are_as_they_should(tree):
     assert all(row[3] for row in rows), rows
 
 
+def try_out_twice(root, changed, solution):
+    """Tries out the solution and the mutants of an exercise some of whose lines are changed."""
+    checks = CHECKS.format(names=["twice"])
+    for before, after in changed.items():
+        assert before in checks
+        checks = checks.replace(before, after)
+    for folder, text in (("checks", checks), ("solutions", PREAMBLE + solution)):
+        (root / folder).mkdir()
+        (root / folder / "ch90_hostile.py").write_text(text)
+    exercises = registry.load_exercises(root).values()
+    grading = runner.Grading(root, seed=3, learner=1)
+    return runner.try_out(grading, exercises, ("solution", "mutant"), lambda done, total: None)
+
+
 def test_try_out_finds_faults(tmp_path):
-    for folder in ("checks", "solutions"):
-        (tmp_path / folder).mkdir()
-    text = CHECKS.format(names=["twice"]).replace("return -2.0 * x", "return 2.0 * x")
-    text = text.replace('raise KeyError("double")', "return x * x")
-    (tmp_path / "checks" / "ch90_hostile.py").write_text(text)
-    wrong = PREAMBLE + solved("twice").replace("return 2 * x", "return 4 * x")
-    (tmp_path / "solutions" / "ch90_hostile.py").write_text(wrong)
-    exercises = registry.load_exercises(tmp_path).values()
-    grading = runner.Grading(tmp_path, seed=3, learner=1)
-    rows = runner.try_out(grading, exercises, ("solution", "mutant"), lambda done, total: None)
+    changed = {"return -2.0 * x": "return 2.0 * x", 'raise KeyError("double")': "return x * x"}
+    wrong = solved("twice").replace("return 2 * x", "return 4 * x")
+    rows = try_out_twice(tmp_path, changed, wrong)
     faults = {row[2]: row[4] for row in rows if not row[3]}
     assert set(faults) == {"twice", "negative", "lookup"}
     assert faults["negative"] == "passes every check"
@@ -944,16 +951,9 @@ def test_try_out_finds_faults(tmp_path):
 
 
 def test_mutants_of_one_mistake_may_share_a_hint(tmp_path):
-    for folder in ("checks", "solutions"):
-        (tmp_path / folder).mkdir()
-    text = CHECKS.format(names=["twice"]).replace('raise KeyError("double")', "return x * x")
-    text = text.replace("It is no dictionary.", "You square.")
-    (tmp_path / "checks" / "ch90_hostile.py").write_text(text)
-    (tmp_path / "solutions" / "ch90_hostile.py").write_text(PREAMBLE + solved("twice"))
-    exercises = registry.load_exercises(tmp_path).values()
-    grading = runner.Grading(tmp_path, seed=3, learner=1)
-    rows = runner.try_out(grading, exercises, ("mutant",), lambda done, total: None)
-    assert len(rows) == 3 and all(row[3] for row in rows), rows
+    changed = {'raise KeyError("double")': "return x * x", "It is no dictionary.": "You square."}
+    rows = try_out_twice(tmp_path, changed, solved("twice"))
+    assert len(rows) == 4 and all(row[3] for row in rows), rows
 
 
 # ---------------------------------------------------------------------------- the command
